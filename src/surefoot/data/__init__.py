@@ -1,0 +1,1 @@
+"""Rows to messages to token ids and labels to packed batches."""

@@ -1,0 +1,1 @@
+"""No non-finite step reaches the weights."""

@@ -1,0 +1,1 @@
+"""What machine this is, read from the system without importing torch."""

@@ -1,0 +1,1 @@
+"""Load, adapt and shape the model."""

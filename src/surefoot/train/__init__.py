@@ -1,0 +1,1 @@
+"""The visible training loop and what it stands on."""

@@ -1,0 +1,1 @@
+"""After training: chat and export."""
