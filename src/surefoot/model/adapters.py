@@ -1,0 +1,150 @@
+"""What is trained: a LoRA adapter, some layers, or everything."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from surefoot.errors import UserError
+from surefoot.model.targets import freeze_patterns, resolve_extra_modules, resolve_targets
+
+if TYPE_CHECKING:
+    from peft import PeftModel
+    from transformers import PreTrainedModel
+
+    from surefoot.config import Config
+
+
+def prepare_trainables(
+    model: PreTrainedModel, cfg: Config, dtype: torch.dtype, resized: bool
+) -> PreTrainedModel | PeftModel:
+    """Mark what is trained and hold it in the masters' dtype; everything else is frozen.
+
+    Args:
+        model: the loaded model.
+        cfg: the YAML; `finetuning_type` and its keys are read.
+        dtype: of the trainable parameters.
+        resized: True when the vocabulary grew, so that a LoRA run must train the embeddings too.
+
+    Returns:
+        The model, wrapped by PEFT for LoRA.
+
+    Raises:
+        UserError: names that match nothing, or an adapter that does not fit.
+    """
+    if cfg.finetuning_type == "lora":
+        model = _with_lora(model, cfg, resized)
+    elif cfg.finetuning_type == "freeze":
+        patterns = freeze_patterns(
+            model,
+            cfg.freeze_trainable_layers,
+            list(cfg.freeze_trainable_modules),
+            list(cfg.freeze_extra_modules or []),
+            cfg.use_llama_pro,
+        )
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(any(pattern in name for pattern in patterns))
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.to(dtype)
+    return model
+
+
+def load_adapters(model: PreTrainedModel, paths: list[str], cfg: Config, *, trainable: bool) -> Any:
+    """Put saved adapters on a base model: all but the last are merged into it.
+
+    Args:
+        model: the base model.
+        paths: adapter folders or hub ids, in order.
+        cfg: the YAML, for `adapter_folder` and hub access.
+        trainable: True to go on training the last adapter; False merges nothing of it but freezes it.
+
+    Returns:
+        The model with the last adapter active (PEFT).
+
+    Raises:
+        UserError: a folder is no adapter, or an adapter of another model.
+    """
+    from peft import PeftModel
+
+    merged: Any = model
+    for place, path in enumerate(paths):
+        last = place == len(paths) - 1
+        check_adapter_folder(path)
+        try:
+            wrapped = PeftModel.from_pretrained(
+                merged, path, is_trainable=trainable and last, subfolder=cfg.adapter_folder,
+                cache_dir=cfg.cache_dir, token=cfg.hf_hub_token,
+            )  # fmt: skip
+        except (OSError, ValueError, RuntimeError) as error:  # as PEFT reports missing files and other shapes
+            raise UserError(
+                f"the adapter {path} does not fit {type(model).__name__}: {str(error).strip().splitlines()[0]}",
+                hint="it must come from this base model",
+                key="adapter_name_or_path",
+            ) from error
+        merged = wrapped if last else wrapped.merge_and_unload()
+    return merged
+
+
+def check_adapter_folder(path: str) -> None:
+    """Refuse a local folder that is no safetensors adapter.
+
+    Args:
+        path: a folder or a hub id (hub ids are not looked at).
+
+    Raises:
+        UserError: the folder lacks adapter_config.json or adapter_model.safetensors.
+    """
+    folder = Path(path)
+    if not folder.is_dir():
+        if path.startswith((".", "/", "~")) or path.count("/") > 1:
+            raise UserError(f"there is no folder {path}", hint="check the path", key="adapter_name_or_path")
+        return
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        if not (folder / name).is_file():
+            raise UserError(
+                f"{folder} has no {name}", hint="name the folder that a LoRA run wrote", key="adapter_name_or_path"
+            )
+    try:
+        json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UserError(f"{folder}/adapter_config.json is not JSON: {error}", key="adapter_name_or_path") from error
+
+
+def _with_lora(model: PreTrainedModel, cfg: Config, resized: bool) -> PeftModel:
+    from peft import LoraConfig, TaskType, get_peft_model
+
+    paths = list(cfg.adapter_name_or_path or [])
+    if paths and not cfg.create_new_adapter:
+        return load_adapters(model, paths, cfg, trainable=True)
+    for path in paths:
+        model = load_adapters(model, [path], cfg, trainable=False).merge_and_unload()
+    extra = list(cfg.additional_target or [])
+    if resized and not extra:
+        # New tokens have new rows in the embeddings and the head; an adapter alone would leave them untrained.
+        extra = _vocabulary_modules(model)
+    config = LoraConfig(
+        task_type=TaskType.CAUSAL_LM,
+        r=cfg.lora_rank,
+        lora_alpha=cfg.lora_alpha,
+        lora_dropout=cfg.lora_dropout,
+        use_rslora=cfg.use_rslora,
+        use_dora=cfg.use_dora,
+        target_modules=resolve_targets(model, cfg.lora_target),
+        modules_to_save=resolve_extra_modules(model, extra) or None,
+    )
+    try:
+        wrapped = get_peft_model(model, config)
+    except ValueError as error:  # as PEFT reports a module type that it cannot adapt
+        raise UserError(str(error).splitlines()[0], hint="name linear modules", key="lora_target") from error
+    base = cfg.model_name_or_path
+    wrapped.peft_config["default"].base_model_name_or_path = base
+    return wrapped  # type: ignore[return-value]
+
+
+def _vocabulary_modules(model: PreTrainedModel) -> list[str]:
+    wanted = {id(model.get_input_embeddings()), id(model.get_output_embeddings())}
+    return sorted({name.rpartition(".")[2] for name, module in model.named_modules() if id(module) in wanted})

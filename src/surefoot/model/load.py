@@ -1,0 +1,174 @@
+"""From a YAML to a model on its device, ready to train or to talk."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from surefoot.errors import UserError
+from surefoot.model.adapters import load_adapters, prepare_trainables
+from surefoot.model.attention import use_packed_attention
+from surefoot.model.demo import resolve_model_path
+from surefoot.model.precision import DTYPES, Precision, choose_precision
+from surefoot.model.source import checkpoint_dtype, hub_arguments, model_config, weight_files
+from surefoot.model.vocabulary import resize_vocabulary, scale_rope
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+    from surefoot.config import Config
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model ready for the training loop.
+
+    Attributes:
+        model: the transformers model, wrapped by PEFT for LoRA.
+        precision: the number formats that it is held and computed in.
+        own_attention: the model's own attention implementation, by transformers' name.
+        notes: sentences for the person on what was decided.
+    """
+
+    model: Any
+    precision: Precision
+    own_attention: str
+    notes: tuple[str, ...]
+
+    @property
+    def parameters(self) -> tuple[int, int]:
+        """Trainable and total numbers of parameters."""
+        counts = [(p.numel(), p.requires_grad) for p in self.model.parameters()]
+        return sum(n for n, trained in counts if trained), sum(n for n, _ in counts)
+
+
+def load_model(cfg: Config, tokenizer: PreTrainedTokenizerBase, device: str) -> LoadedModel:
+    """Load the model of a training run.
+
+    Args:
+        cfg: the YAML.
+        tokenizer: its tokenizer, with all added tokens.
+        device: where the model shall live, as torch names it.
+
+    Returns:
+        The model on its device, with trainable parameters marked.
+
+    Raises:
+        UserError: the files are missing, unsafe, cut short, of another kind of model, or do not fit the YAML.
+    """
+    from transformers import set_seed
+
+    set_seed(cfg.seed)
+    path = resolve_model_path(cfg.model_name_or_path)
+    config = model_config(cfg)
+    precision = choose_precision(cfg, DTYPES.get(checkpoint_dtype(config, path), torch.float32))
+    notes = [f"Precision: {precision}."]
+    rope = scale_rope(config, cfg.rope_scaling, cfg.cutoff_len, training=True)
+    if rope:
+        notes.append(rope)
+    model = read_weights(cfg, config, precision.load)
+    resized = resize_vocabulary(model, tokenizer, cfg)
+    if resized:
+        notes.append(f"The vocabulary grew to {model.get_input_embeddings().weight.shape[0]} rows.")
+    wrapped = prepare_trainables(model, cfg, precision.trainable, resized)
+    if cfg.upcast_layernorm:
+        upcast_norms(wrapped)
+    if precision.autocast is not None:
+        store_frozen_linears(wrapped, precision.autocast)
+    own_attention = use_packed_attention(model)
+    model.config.use_cache = False
+    return LoadedModel(wrapped.to(device), precision, own_attention, tuple(notes))
+
+
+def load_for_inference(cfg: Config, device: str, dtype: str = "auto") -> Any:
+    """Load the base model, with the YAML's adapters if it names any, for generation or export.
+
+    Args:
+        cfg: the YAML.
+        device: where the model shall live, as torch names it.
+        dtype: "float32", "bfloat16", "float16", or "auto" for the checkpoint's own.
+
+    Returns:
+        The model in evaluation mode; wrapped by PEFT when there is an adapter.
+
+    Raises:
+        UserError: as `load_model`.
+    """
+    config = model_config(cfg)
+    scale_rope(config, cfg.rope_scaling, cfg.cutoff_len, training=False)
+    model = read_weights(cfg, config, DTYPES.get(dtype))
+    if cfg.adapter_name_or_path:
+        model = load_adapters(model, list(cfg.adapter_name_or_path), cfg, trainable=False)
+    return model.to(device).eval()
+
+
+def read_weights(cfg: Config, config: PretrainedConfig, dtype: torch.dtype | None) -> PreTrainedModel:
+    """Read a causal language model's weights from safetensors, every one of them.
+
+    Args:
+        cfg: the YAML, for the place and hub access.
+        config: the model's configuration, with any changes.
+        dtype: to hold the weights in; None for the checkpoint's own.
+
+    Returns:
+        The model, on the CPU.
+
+    Raises:
+        UserError: not a decoder-only model, no safetensors, or tensors that are missing or of another shape.
+    """
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    path = resolve_model_path(cfg.model_name_or_path)
+    if getattr(config, "is_encoder_decoder", False):
+        raise UserError(f"{path} is an encoder-decoder model", hint="Surefoot trains decoder-only models", key="model_name_or_path")  # fmt: skip
+    if cfg.train_from_scratch:
+        return AutoModelForCausalLM.from_config(config, dtype=dtype or "auto", trust_remote_code=cfg.trust_remote_code)
+    weight_files(path)
+    logging.disable_progress_bar()
+    try:
+        model, info = AutoModelForCausalLM.from_pretrained(
+            path, config=config, dtype=dtype or "auto", use_safetensors=True, output_loading_info=True,
+            attn_implementation="eager" if cfg.flash_attn == "disabled" else None, **hub_arguments(cfg),
+        )  # fmt: skip
+    except (OSError, ValueError, RuntimeError, KeyError, ImportError) as error:  # as transformers reports bad files
+        raise UserError(
+            f"{path} cannot be loaded as a causal language model: {str(error).strip().splitlines()[0]}",
+            hint="is it a whole decoder-only model with safetensors weights?",
+            key="model_name_or_path",
+        ) from error
+    lost = sorted(info["missing_keys"]) + sorted(str(key[0]) for key in info.get("mismatched_keys", ()))
+    if lost:
+        raise UserError(
+            f"{path} lacks {len(lost)} of the model's tensors, as {lost[0]}; they would have been random",
+            hint="the weights belong to another model, or the download is not whole",
+            key="model_name_or_path",
+        )
+    return model
+
+
+def upcast_norms(model: torch.nn.Module) -> None:
+    """Hold the weights of norms in float32: one-dimensional parameters whose name speaks of a norm."""
+    for name, parameter in model.named_parameters():
+        if parameter.ndim == 1 and ("norm" in name or "ln" in name):
+            parameter.data = parameter.data.float()
+
+
+def store_frozen_linears(model: torch.nn.Module, dtype: torch.dtype) -> None:
+    """Hold frozen linear weights in the dtype that autocast would cast them to at every use: same numbers, once.
+
+    Weights shared with an embedding stay, since a lookup is not autocast.
+
+    Args:
+        model: the model, adapters included; changed in place.
+        dtype: of matrix products under autocast.
+    """
+    shared = {id(m.weight) for m in model.modules() if isinstance(m, torch.nn.Embedding)}
+    for module in model.modules():
+        if type(module) is not torch.nn.Linear or id(module.weight) in shared or module.weight.requires_grad:
+            continue
+        module.weight.data = module.weight.data.to(dtype)
+        if module.bias is not None and not module.bias.requires_grad:
+            module.bias.data = module.bias.data.to(dtype)
