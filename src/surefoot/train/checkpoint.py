@@ -1,0 +1,214 @@
+"""Checkpoints that appear whole, are verified by reading them back, and are never rotated away unverified.
+
+A checkpoint is `checkpoint-N/` with LLaMA-Factory's file names, plus `surefoot/manifest.json`: every file's size and
+SHA-256, and that all its weights were found finite. A folder without a manifest that fits is not a checkpoint.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from surefoot.errors import WorkError
+from surefoot.files import whole_folder, write_json
+
+MANIFEST = Path("surefoot") / "manifest.json"
+STATE = Path("surefoot") / "state.json"
+READ_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A verified checkpoint on disk.
+
+    Attributes:
+        folder: where it stands.
+        step: optimizer steps done when it was made.
+        state: counters and settings that a resume needs; see `loop.RunState`.
+    """
+
+    folder: Path
+    step: int
+    state: dict[str, Any]
+
+
+def save_checkpoint(
+    output_dir: Path, step: int, model: Any, tokenizer: Any, tensors: dict[str, Any] | None, state: dict[str, Any]
+) -> Path:
+    """Write a checkpoint whole and verify it.
+
+    Args:
+        output_dir: of the run.
+        step: optimizer steps done.
+        model: a transformers or PEFT model.
+        tokenizer: saved beside it.
+        tensors: "optimizer.pt", "scheduler.pt" and "rng_state.pth" with what goes into each; None saves weights only.
+        state: counters and fingerprint, as JSON.
+
+    Returns:
+        The checkpoint's folder.
+
+    Raises:
+        WorkError: a weight that was written is not finite, or cannot be read back.
+        UserError: the disk is full or the place cannot be written to.
+    """
+    import torch
+
+    folder = output_dir / f"checkpoint-{step}"
+    with whole_folder(folder) as temporary:
+        save_model(temporary, model, tokenizer)
+        for name, content in (tensors or {}).items():
+            torch.save(content, temporary / name)
+        write_json(temporary / "trainer_state.json", {
+            "global_step": step, "epoch": state["epoch"], "max_steps": state["total_steps"],
+            "num_train_epochs": state["epochs"], "log_history": [],
+        })  # fmt: skip
+        write_json(temporary / STATE, state | {"step": step, "weights_only": tensors is None})
+        verify_weights(temporary)
+        write_json(temporary / MANIFEST, {"step": step, "weights_finite": True, "files": _digests(temporary)})
+    return folder
+
+
+def save_model(folder: Path, model: Any, tokenizer: Any) -> None:
+    """Save weights (an adapter, for PEFT) as safetensors, with the tokenizer.
+
+    Args:
+        folder: to write into.
+        model: a transformers or PEFT model.
+        tokenizer: its tokenizer.
+    """
+    if hasattr(model, "peft_config"):
+        # Named explicitly: "auto" would ask the hub whether the vocabulary has changed.
+        model.save_pretrained(folder, save_embedding_layers=False)
+        (folder / "README.md").unlink(missing_ok=True)  # PEFT's card; the run writes its own
+    else:
+        model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def verify_weights(folder: Path) -> None:
+    """Read every saved weight back and see that it is finite.
+
+    Args:
+        folder: with *.safetensors files.
+
+    Raises:
+        WorkError: there is none, one cannot be read, or a tensor holds NaN or infinity.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise WorkError(f"{folder} holds no weights after saving")
+    for file in files:
+        try:
+            with safe_open(file, framework="pt") as handle:
+                for name in handle.keys():  # noqa: SIM118 (no mapping)
+                    tensor = handle.get_tensor(name)
+                    if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
+                        raise WorkError(f"{name} is not finite: {folder.name} was not kept", hint="the checkpoint before is")
+        except SafetensorError as error:
+            raise WorkError(f"{file} cannot be read back: {error}", hint="is the disk healthy?") from error
+
+
+def find_checkpoints(output_dir: Path) -> list[Path]:
+    """List a run's checkpoint folders, oldest first, whether they are whole or not."""
+    found = [(int(m.group(1)), f) for f in output_dir.glob("checkpoint-*") if (m := re.fullmatch(r"checkpoint-(\d+)", f.name))]
+    return [folder for _, folder in sorted(found)]
+
+
+def read_checkpoint(folder: Path) -> Checkpoint:
+    """Verify a checkpoint against its manifest and read its state.
+
+    Args:
+        folder: a checkpoint folder.
+
+    Returns:
+        The checkpoint.
+
+    Raises:
+        WorkError: it has no manifest, or a file is missing or not what was written.
+    """
+    try:
+        manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        state = json.loads((folder / STATE).read_text(encoding="utf-8"))
+        expected = manifest["files"]
+    except (OSError, ValueError, KeyError) as error:
+        raise WorkError(f"{folder} is not a whole Surefoot checkpoint: {error}", hint="resume from another") from error
+    found = _digests(folder)
+    changed = sorted(name for name in expected if found.get(name) != expected[name])
+    if changed:
+        raise WorkError(f"{folder} is damaged: {changed[0]} is not what was written", hint="resume from another")
+    return Checkpoint(folder, int(manifest["step"]), state)
+
+
+def rotate(output_dir: Path, limit: int | None, keep: set[Path]) -> list[Path]:
+    """Remove the oldest checkpoints beyond the limit, but never the newest verified one.
+
+    Args:
+        output_dir: of the run.
+        limit: `save_total_limit`; None or 0 keeps all.
+        keep: folders that must stay, as the best one.
+
+    Returns:
+        The folders that were removed.
+    """
+    folders = find_checkpoints(output_dir)
+    if not limit or len(folders) <= limit:
+        return []
+    newest_whole = next((f for f in reversed(folders) if _is_whole(f)), None)
+    kept = keep | ({newest_whole} if newest_whole else set())
+    removable = [folder for folder in folders if folder not in kept]
+    doomed = removable[: len(folders) - limit]
+    for folder in doomed:
+        _remove(folder)
+    return doomed
+
+
+def remove_checkpoints(output_dir: Path) -> list[Path]:
+    """Remove every checkpoint of a run that is to be overwritten, so that none is ever taken for the new run's."""
+    folders = find_checkpoints(output_dir)
+    for folder in folders:
+        _remove(folder)
+    return folders
+
+
+def sweep(output_dir: Path) -> None:
+    """Remove what a killed run left half written."""
+    for leftover in output_dir.glob(".checkpoint-*"):
+        if leftover.suffix in (".tmp", ".removed", ".old"):
+            shutil.rmtree(leftover, ignore_errors=True)
+
+
+def _remove(folder: Path) -> None:
+    # Renamed first: a kill in the middle leaves no folder that looks like a checkpoint.
+    doomed = folder.with_name(f".{folder.name}.removed")
+    folder.rename(doomed)
+    shutil.rmtree(doomed)
+
+
+def _is_whole(folder: Path) -> bool:
+    try:
+        read_checkpoint(folder)
+    except WorkError:
+        return False
+    return True
+
+
+def _digests(folder: Path) -> dict[str, list[Any]]:
+    """Return each file's size in bytes and SHA-256, without the manifest itself."""
+    digests = {}
+    for file in sorted(folder.rglob("*")):
+        name = file.relative_to(folder)
+        if file.is_file() and name != MANIFEST:
+            digest = hashlib.sha256()
+            with file.open("rb") as handle:
+                while block := handle.read(READ_BYTES):
+                    digest.update(block)
+            digests[name.as_posix()] = [file.stat().st_size, digest.hexdigest()]
+    return digests

@@ -1,0 +1,298 @@
+"""A training run put together: from a loaded model and encoded data to saved, verified weights."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from surefoot.data.messages import Sample
+from surefoot.data.order import StepOrder, StreamOrder, TableOrder
+from surefoot.errors import UserError
+from surefoot.files import whole_files
+from surefoot.guard.finite import NonFiniteStepError, append_event, stopped_event
+from surefoot.model.forward import base_of
+from surefoot.model.load import LoadedModel
+from surefoot.model.memory import MemoryPlan, adapter_inputs, free_memory, make_plan, shapes_of
+from surefoot.model.probes import build_forward, check_packing
+from surefoot.train.checkpoint import Checkpoint, remove_checkpoints, save_model, sweep, verify_weights
+from surefoot.train.events import Listener, RunFacts, TrainResult
+from surefoot.train.loop import Run, RunState, train
+from surefoot.train.loss_scale import LossScale
+from surefoot.train.neftune import Neftune
+from surefoot.train.optimizer import build_optimizer, build_scheduler
+from surefoot.train.randomness import set_random_state
+from surefoot.train.restore import load_trained_weights
+from surefoot.train.resume import choose_checkpoint, fingerprint, refuse_other_run
+from surefoot.train.schedule import make_schedule
+from surefoot.train.signals import StopRequest
+from surefoot.train.single import SingleRows
+from surefoot.train.step import StepRunner
+
+if TYPE_CHECKING:
+    from surefoot.config import Config
+    from surefoot.data.prepare import PreparedData
+
+
+def run_training(
+    cfg: Config,
+    loaded: LoadedModel,
+    tokenizer: Any,
+    data: PreparedData,
+    listeners: Sequence[Listener],
+    device: str,
+) -> TrainResult:
+    """Train, checkpoint and save a model.
+
+    Args:
+        cfg: the YAML.
+        loaded: the model on its device.
+        tokenizer: its tokenizer.
+        data: the encoded training and evaluation data.
+        listeners: who hears of the run.
+        device: where the model lives, as torch names it.
+
+    Returns:
+        How the run ended. The trained weights stand verified in `output_dir`.
+
+    Raises:
+        NonFiniteStepError: a step was not finite; nothing of it was applied.
+        UserError: the data or a checkpoint does not belong to this model.
+    """
+    output_dir = Path(cfg.output_dir)
+    sweep(output_dir)
+    with StopRequest() as stop:
+        run = assemble(cfg, loaded, tokenizer, data, listeners, device, stop)
+        resumed_from = run.state.step
+        trainable, total = loaded.parameters
+        facts = RunFacts(
+            total_steps=run.schedule.total_steps,
+            epochs=run.schedule.epochs,
+            samples=run.order.samples,
+            samples_per_step=cfg.per_device_train_batch_size * cfg.gradient_accumulation_steps,
+            trainable_parameters=trainable,
+            total_parameters=total,
+            precision=str(loaded.precision),
+            device=device,
+            resumed_from=resumed_from,
+        )
+        for listener in listeners:
+            listener.started(facts)
+        try:
+            result = train(run)
+        except NonFiniteStepError as error:
+            append_event(output_dir / "surefoot" / "guard.jsonl", stopped_event(error.check, error.findings))
+            raise
+        finish(run, result)
+    for listener in listeners:
+        listener.finished(result)
+    return result
+
+
+def assemble(
+    cfg: Config,
+    loaded: LoadedModel,
+    tokenizer: Any,
+    data: PreparedData,
+    listeners: Sequence[Listener],
+    device: str,
+    stop: StopRequest,
+) -> Run:
+    """Put a run together, restored from its checkpoint if it goes on from one.
+
+    Args:
+        cfg: the YAML.
+        loaded: the model on its device.
+        tokenizer: its tokenizer.
+        data: the encoded training and evaluation data.
+        listeners: who hears of the run.
+        device: where the model lives, as torch names it.
+        stop: set by stop signals.
+
+    Returns:
+        The run, at its first step to do.
+
+    Raises:
+        UserError: the data or a checkpoint does not belong to this model.
+    """
+
+    def tell(message: str) -> None:
+        for listener in listeners:
+            listener.told(message)
+
+    assert data.train is not None
+    refuse_unknown_tokens(data, loaded)
+    make_deterministic(cfg, device)
+    order = order_of(cfg, data)
+    forward = build_forward(
+        loaded.model,
+        loaded.precision.autocast,
+        upcast=cfg.upcast_lmhead_output,
+        label_smoothing=cfg.label_smoothing_factor,
+    )
+    verdict = check_packing(forward, loaded.own_attention, order.samples_of(0))
+    if not verdict.packs:
+        forward.packs = False
+        base_of(loaded.model).set_attn_implementation(loaded.own_attention)
+        order = SingleRows(order)
+        tell(f"Rows are not packed, each runs alone: {verdict.reason}.")
+    plan = plan_memory(cfg, loaded, data, device)
+    if plan.recompute:
+        turn_on_recompute(loaded.model)
+        tell("Decoder layers are recomputed in the backward pass: the longest row does not fit otherwise.")
+    neftune = None
+    if cfg.neftune_noise_alpha:
+        neftune = Neftune(base_of(loaded.model).get_input_embeddings(), cfg.neftune_noise_alpha)
+    runner = StepRunner(
+        loaded.model,
+        forward,
+        device,
+        LossScale.for_run(loaded.precision.loss_scaling),
+        plan.tokens_per_pass if forward.packs else 1,
+        neftune.before_pass if neftune else None,
+        tell,
+    )
+    schedule = make_schedule(cfg, order, evaluates=bool(data.evals))
+    optimizer = build_optimizer(loaded.model, cfg)
+    run = Run(
+        cfg=cfg,
+        model=loaded.model,
+        tokenizer=tokenizer,
+        order=order,
+        evals=data.evals,
+        runner=runner,
+        optimizer=optimizer,
+        scheduler=build_scheduler(optimizer, cfg, schedule.total_steps),
+        schedule=schedule,
+        output_dir=Path(cfg.output_dir),
+        fingerprint=fingerprint(cfg, data.train.fingerprint, base_of(loaded.model).config.to_json_string()),
+        listeners=listeners,
+        stop=stop,
+    )
+    checkpoint = choose_checkpoint(cfg, run.output_dir, tell)
+    if checkpoint:
+        differing = refuse_other_run(checkpoint, run.fingerprint, anyway=cfg.resume_anyway)
+        if differing:
+            tell(f"Going on from {checkpoint.folder.name} though it differs in {', '.join(differing)}.")
+        restore(run, checkpoint)
+    elif removed := remove_checkpoints(run.output_dir):
+        tell(f"Removed {len(removed)} checkpoints of the run that is overwritten.")
+    return run
+
+
+def restore(run: Run, checkpoint: Checkpoint) -> None:
+    """Put a run where its checkpoint was made: weights, optimizer, schedule, loss scale, random numbers, counters.
+
+    Args:
+        run: freshly assembled; changed in place.
+        checkpoint: verified.
+
+    Raises:
+        UserError: the checkpoint holds weights only.
+    """
+    if checkpoint.state["weights_only"]:
+        raise UserError(
+            f"{checkpoint.folder} was saved with save_only_model and cannot be gone on from exactly",
+            hint="start a new run with it as adapter_name_or_path or model_name_or_path",
+            key="resume_from_checkpoint",
+        )
+    load_trained_weights(run.model, checkpoint.folder)
+
+    def read(name: str) -> Any:
+        return torch.load(checkpoint.folder / name, map_location="cpu", weights_only=True)
+
+    run.optimizer.load_state_dict(read("optimizer.pt"))
+    run.scheduler.load_state_dict(read("scheduler.pt"))
+    run.runner.scale = LossScale(**checkpoint.state["loss_scale"])
+    if run.runner.forward.packs:
+        run.runner.tokens_per_pass = checkpoint.state["tokens_per_pass"]
+    run.state = RunState(**{f.name: checkpoint.state[f.name] for f in fields(RunState)})
+    set_random_state(read("rng_state.pth"), run.runner.device)
+
+
+def finish(run: Run, result: TrainResult) -> None:
+    """Save the final weights beside the checkpoints and verify them.
+
+    Args:
+        run: after its last step.
+        result: how it ended. A run that a signal stopped leaves its checkpoint only.
+    """
+    if result.stopped_by == "signal":
+        return
+    if run.cfg.load_best_model_at_end and run.state.best_step not in (None, run.state.step):
+        load_trained_weights(run.model, run.output_dir / f"checkpoint-{run.state.best_step}")
+    with whole_files(run.output_dir) as temporary:
+        save_model(temporary, run.model, run.tokenizer)
+        verify_weights(temporary)
+
+
+def order_of(cfg: Config, data: PreparedData) -> StepOrder:
+    """Decide which samples make each step: shuffled each epoch by the seed, or as a stream comes."""
+    per_step = cfg.per_device_train_batch_size * cfg.gradient_accumulation_steps
+    if hasattr(data.train, "lengths"):
+        seed = cfg.seed if cfg.data_seed is None else cfg.data_seed
+        return TableOrder(data.train, per_step, seed, shuffle=not cfg.disable_shuffling)  # type: ignore[arg-type]
+    return StreamOrder(data.train, per_step)  # type: ignore[arg-type]
+
+
+def plan_memory(cfg: Config, loaded: LoadedModel, data: PreparedData, device: str) -> MemoryPlan:
+    """Plan the passes of a run from the model as it is loaded and the memory that is free now."""
+    base = base_of(loaded.model)
+    trainable, _ = loaded.parameters
+    weight = max((p.element_size() for p in base.parameters() if not p.requires_grad), default=4)
+    compute = loaded.precision.autocast or next(base.parameters()).dtype
+    held = sum(p.numel() * p.element_size() for p in base.parameters())
+    longest = int(max(data.train.lengths)) if hasattr(data.train, "lengths") else cfg.cutoff_len  # type: ignore[union-attr]
+    per_step = cfg.per_device_train_batch_size * cfg.gradient_accumulation_steps
+    return make_plan(
+        cfg, shapes_of(base, trainable, adapter_inputs(base)),
+        compute_bytes=compute.itemsize, weight_bytes=weight, free_bytes=free_memory(device) + held,
+        longest=longest, step_tokens=longest * per_step, cpu=device == "cpu",
+    )  # fmt: skip
+
+
+def turn_on_recompute(model: Any) -> None:
+    """Let decoder layers forget their activations and compute them again in the backward pass."""
+    base = base_of(model)
+    base.gradient_checkpointing_enable({"use_reentrant": False})
+
+
+def make_deterministic(cfg: Config, device: str) -> None:
+    """Seed every generator; with `full_determinism`, refuse operations that are not reproducible."""
+    from transformers import set_seed
+
+    set_seed(cfg.seed)
+    if cfg.full_determinism:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":16:8")
+        torch.use_deterministic_algorithms(True)
+        if device != "cpu":
+            torch.backends.cudnn.deterministic = True
+            torch.backends.cudnn.benchmark = False
+
+
+def refuse_unknown_tokens(data: PreparedData, loaded: LoadedModel) -> None:
+    """Refuse data with a token id beyond the model's embedding rows.
+
+    Args:
+        data: the encoded data.
+        loaded: the model.
+
+    Raises:
+        UserError: naming the first row that holds such an id.
+    """
+    rows = base_of(loaded.model).get_input_embeddings().weight.shape[0]
+    for table in (data.train, *data.evals.values()):
+        if getattr(table, "max_token_id", -1) < rows:
+            continue
+        bad: Sample = next(s for s in (table[i] for i in range(len(table))) if int(s.input_ids.max()) >= rows)  # type: ignore[index, arg-type]
+        raise UserError(
+            f"row {bad.row_ids[0]} has token id {int(bad.input_ids.max())}, but the model has {rows} embedding rows",
+            hint="use the model's own tokenizer, or set `resize_vocab: true`",
+            key="model_name_or_path",
+        )
+
+
