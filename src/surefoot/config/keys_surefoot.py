@@ -1,0 +1,38 @@
+"""Keys of our own, on top of LLaMA-Factory's."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from surefoot.config.key import ALWAYS, TRAIN, Keys, works
+from surefoot.config.values import ComputeDtype, GuardMode
+
+
+class SurefootKeys(Keys):
+    """What LLaMA-Factory has no key for."""
+
+    compute_dtype: ComputeDtype = works(
+        "auto", "Precision of the computation; wins over `bf16` and `fp16`. Trained weights are fp32.", purposes=ALWAYS
+    )
+    guard: GuardMode = works(
+        "heal",
+        "What to do about a step that is not finite. So far each of them stops before the update.",
+        purposes=TRAIN,
+    )
+    memory: Annotated[int, Field(ge=1)] | Literal["auto"] = works(
+        "auto", "Tokens that one forward and backward pass may hold; `auto` plans it from the device.", purposes=TRAIN
+    )
+    packing_mode: Literal["isolated", "joined"] = works(
+        "isolated", "Whether samples in one pack see each other.", purposes=TRAIN
+    )
+    device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$")] = works(
+        "auto", "Where to compute: auto, cpu, cuda (AMD or NVIDIA) or cuda:N.", purposes=ALWAYS
+    )
+    strict_data: bool = works(
+        False, "Make it an error when more than a tenth of the rows is dropped or cut.", purposes=TRAIN
+    )
+    resume_anyway: bool = works(
+        False, "Resume although the data or settings are not those of the checkpoint.", purposes=TRAIN
+    )
