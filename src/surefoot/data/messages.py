@@ -13,15 +13,16 @@ IGNORE_INDEX = -100
 """The label of a token that is not trained; torch's cross-entropy ignores it by default."""
 
 
-class RowProblem(ValueError):
-    """A row cannot be used.
-
-    Attributes:
-        reason: a short text, the same for all rows with this problem: rows are counted by it.
-        detail: what is wrong in this row.
-    """
+class RowProblem(ValueError):  # noqa: N818 - of the data, not of the program: such rows are counted, and the run goes on
+    """A row cannot be used."""
 
     def __init__(self, reason: str, detail: str = "") -> None:
+        """Say why.
+
+        Args:
+            reason: a short text, the same for all rows with this problem: rows are counted by it.
+            detail: what is wrong in this row.
+        """
         self.reason = reason
         self.detail = detail
         super().__init__(f"{reason}: {detail}" if detail else reason)
