@@ -1,0 +1,52 @@
+"""The command line. Each command's file imports what it needs when it runs, so that `--help` answers at once."""
+
+from __future__ import annotations
+
+import typer
+
+from surefoot import __version__
+from surefoot.cli.chat import chat
+from surefoot.cli.check import check
+from surefoot.cli.env import env
+from surefoot.cli.export import export
+from surefoot.cli.request import PASS_THROUGH
+from surefoot.cli.train import train
+from surefoot.cli.version import version
+
+app = typer.Typer(
+    name="surefoot",
+    help="Fine-tune language models on AMD GPUs, NVIDIA GPUs and plain CPU, with the LLaMA-Factory YAML you have.",
+    no_args_is_help=True,
+    # Rich help and rich tracebacks cost a tenth of a second at every start.
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+)
+app.command(context_settings=PASS_THROUGH)(train)
+app.command(context_settings=PASS_THROUGH)(check)
+app.command(context_settings=PASS_THROUGH)(chat)
+app.command(context_settings=PASS_THROUGH)(export)
+app.command()(env)
+app.command()(version)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"surefoot {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: bool = typer.Option(False, "--version", help="Print the version.", callback=_print_version, is_eager=True),
+) -> None:
+    """Fine-tune language models on AMD GPUs, NVIDIA GPUs and plain CPU, with the LLaMA-Factory YAML you have."""
+
+
+def main() -> None:
+    """Run the command line."""
+    app()
+
+
+if __name__ == "__main__":
+    main()
