@@ -77,16 +77,21 @@ def load_model(cfg: Config, tokenizer: PreTrainedTokenizerBase, device: str) -> 
         upcast_norms(wrapped)
     if precision.autocast is not None:
         store_frozen_linears(wrapped, precision.autocast)
+    if cfg.finetuning_type == "lora":
+        from surefoot.model.lora import fuse_lora  # imports PEFT, which takes seconds
+
+        fuse_lora(wrapped)
     own_attention = use_packed_attention(model)
     model.config.use_cache = False
     return LoadedModel(wrapped.to(device), precision, own_attention, tuple(notes))
 
 
-def load_for_inference(cfg: Config, device: str, dtype: str = "auto") -> Any:
+def load_for_inference(cfg: Config, tokenizer: PreTrainedTokenizerBase, device: str, dtype: str = "auto") -> Any:
     """Load the base model, with the YAML's adapters if it names any, for generation or export.
 
     Args:
         cfg: the YAML.
+        tokenizer: its tokenizer, with all added tokens: an adapter may have been trained with a larger vocabulary.
         device: where the model shall live, as torch names it.
         dtype: "float32", "bfloat16", "float16", or "auto" for the checkpoint's own.
 
@@ -99,6 +104,7 @@ def load_for_inference(cfg: Config, device: str, dtype: str = "auto") -> Any:
     config = model_config(cfg)
     scale_rope(config, cfg.rope_scaling, cfg.cutoff_len, training=False)
     model = read_weights(cfg, config, DTYPES.get(dtype))
+    resize_vocabulary(model, tokenizer, cfg)
     if cfg.adapter_name_or_path:
         model = load_adapters(model, list(cfg.adapter_name_or_path), cfg, trainable=False)
     return model.to(device).eval()

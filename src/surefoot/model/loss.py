@@ -171,12 +171,13 @@ def _chunk(
     if smoothing:
         loss = loss - smoothing * logits_CV.mean(-1).sum()
     correct = (logits_CV.argmax(-1) == y_C).sum()
-    d_CV = torch.exp(logits_CV - lse_C[:, None])
+    slope_CV = None if shape.softcap is None else 1.0 - (logits_CV / shape.softcap) ** 2  # of tanh, from its value
+    d_CV = logits_CV.sub_(lse_C[:, None]).exp_()  # in place: the logits are not needed any more
     d_CV.scatter_add_(1, y_C[:, None], torch.full_like(d_CV[:, :1], smoothing - 1.0))
     if smoothing:
-        d_CV -= smoothing / logits_CV.shape[1]
-    if shape.softcap is not None:
-        d_CV *= 1.0 - (logits_CV / shape.softcap) ** 2  # the derivative of tanh, from its value
+        d_CV -= smoothing / d_CV.shape[1]
+    if slope_CV is not None:
+        d_CV *= slope_CV
     if shape.scale != 1.0:
         d_CV *= shape.scale
     return loss, correct, d_CV
