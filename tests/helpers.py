@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
+
 from surefoot.data.messages import Sample
 
 VOCABULARY = 97
@@ -17,10 +18,11 @@ def tiny_llama(seed: int = 0, **changes: Any) -> Any:
     """A random Llama of two layers, width 32."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    settings = dict(
-        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=256, pad_token_id=0, bos_token_id=1, eos_token_id=2,
-    )  # fmt: skip
+    settings = {
+        "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256, "pad_token_id": 0,
+        "bos_token_id": 1, "eos_token_id": 2,
+    }  # fmt: skip
     torch.manual_seed(seed)
     return LlamaForCausalLM(LlamaConfig(**(settings | changes)))
 
@@ -72,7 +74,9 @@ class MemoryTable:
         return self.samples[index]
 
 
-def random_table(count: int, seed: int = 0, shortest: int = 4, longest: int = 40, fingerprint: str = "test") -> MemoryTable:
+def random_table(
+    count: int, seed: int = 0, shortest: int = 4, longest: int = 40, fingerprint: str = "test"
+) -> MemoryTable:
     """A table of random samples of unequal lengths."""
     rng = np.random.default_rng(seed)
     lengths = rng.integers(shortest, longest + 1, count)

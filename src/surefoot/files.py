@@ -6,6 +6,7 @@ import contextlib
 import errno
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -112,6 +113,55 @@ def whole_files(folder: Path) -> Iterator[Path]:
         sync_folder(folder)
 
 
+@contextlib.contextmanager
+def only_writer(folder: Path) -> Iterator[None]:
+    """Hold a folder so that no second process writes into it; the system lets go of it when the process ends.
+
+    Args:
+        folder: made if it is missing, and removed again if nothing was put into it.
+
+    Yields:
+        Nothing.
+
+    Raises:
+        UserError: another process holds it, or it cannot be made.
+    """
+    with explain_disk_errors(folder):
+        made = [place for place in (folder, *folder.parents) if not place.exists()]
+        folder.mkdir(parents=True, exist_ok=True)
+    try:
+        with _locked(folder):
+            yield
+    finally:
+        for place in made:
+            with contextlib.suppress(OSError):  # it is in use: that is what it was made for
+                place.rmdir()
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Lock the folder itself, so that no lock file stays behind (POSIX; elsewhere nothing is locked)."""
+    if os.name != "posix":
+        yield
+        return
+    import fcntl
+
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            hint = "wait until it ends, stop it, or name another output_dir"
+            raise UserError(f"another run is writing into {folder}", hint=hint, key="output_dir") from None
+        except OSError as error:
+            # Some network file systems have no locks: the run is no less right for that.
+            if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL):
+                raise
+        yield
+    finally:
+        os.close(handle)
+
+
 def sync_folder(path: Path) -> None:
     """Flush a folder's entries, so that a rename in it survives a power cut (POSIX; a no-op on Windows)."""
     if os.name != "posix":
@@ -138,11 +188,36 @@ def explain_disk_errors(path: Path) -> Iterator[None]:
     """
     try:
         yield
-    except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise UserError(f"the disk is full: {path} could not be written", hint="free some space, or name another output_dir") from error
-        if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
-            raise UserError(f"no permission to write {path}", hint="name a folder that you may write to") from error
-        if error.errno in (errno.ENOTDIR, errno.EEXIST):
-            raise UserError(f"{path} cannot be made: a file stands where a folder must be", hint="name another folder") from error
+    except UserError:
         raise
+    # Libraries written in Rust (safetensors, tokenizers) report a full disk with exceptions of their own.
+    except Exception as error:  # noqa: BLE001
+        explained = _explain(error, path)
+        if explained is None:
+            raise
+        raise explained from error
+
+
+def _explain(error: Exception, path: Path) -> UserError | None:
+    in_words = re.search(r"\(os error (\d+)\)", str(error))
+    number = error.errno if isinstance(error, OSError) else int(in_words.group(1)) if in_words else None
+    elsewhere = "name a folder that you may write to"
+    if number in (errno.ENOSPC, errno.EDQUOT):
+        return UserError(f"the disk is full: {path} could not be written", hint="free some space, or name another disk")
+    if number == errno.EFBIG:
+        return UserError(f"{path} is too large for a file here", hint="raise the limit (ulimit -f), or name another disk")
+    if number in (errno.EACCES, errno.EPERM, errno.EROFS):
+        return UserError(f"no permission to write {path}", hint=elsewhere)
+    if number in (errno.ENOTDIR, errno.EEXIST, errno.EISDIR):
+        return UserError(f"{path} cannot be made: a file stands in the way", hint="name another folder")
+    if number == errno.ENAMETOOLONG:
+        return UserError(f"{path} cannot be made: the name is too long", hint="give it a shorter one")
+    if number == errno.ENOENT and isinstance(error, OSError) and _is_about(error, path):
+        return UserError(f"{path} cannot be written: {error.filename} is not there", hint=elsewhere)
+    return None
+
+
+def _is_about(error: OSError, path: Path) -> bool:
+    """Tell whether a missing file is the place that is written to, and not one that should have been read."""
+    missing = Path(str(error.filename))
+    return path.is_relative_to(missing) or missing.is_relative_to(path.parent)

@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from surefoot.data.batch import lay_out
 from surefoot.model.attention import packed_eager, packed_sdpa
 

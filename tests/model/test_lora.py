@@ -6,9 +6,10 @@ import copy
 
 import pytest
 import torch
-from helpers import tiny_llama
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
+
+from helpers import tiny_llama
 from surefoot.model.lora import FusedLoraLinear, fuse_lora
 
 

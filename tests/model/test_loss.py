@@ -6,9 +6,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.nn import functional as F
+
 from surefoot.model import loss as loss_module
 from surefoot.model.loss import LogitShape, linear_cross_entropy
-from torch.nn import functional as F
 
 
 def reference(hidden, weight, bias, targets, shape, smoothing):

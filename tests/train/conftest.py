@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+
 from helpers import MemoryTable, random_table, save_tiny_model
 from surefoot.config import make_config
 from surefoot.model.load import load_model

@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import MemoryTable, random_table, save_tiny_model
 from hypothesis import HealthCheck, given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
+
+from helpers import MemoryTable, random_table, save_tiny_model
 from surefoot.guard.finite import NonFiniteStepError
 from surefoot.train import step as step_module
 

@@ -1,4 +1,4 @@
-"""Interrupted and resumed runs end in the bits of undisturbed ones; other runs are refused; nothing verified is lost."""
+"""Resumed runs end in the bits of undisturbed ones; other runs are refused; nothing verified is lost."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import random_table
 from safetensors.torch import load_file
+
+from helpers import random_table
 from surefoot.errors import UserError, WorkError
 from surefoot.train import checkpoint as checkpoint_module
 from surefoot.train.checkpoint import find_checkpoints, read_checkpoint, rotate
@@ -61,7 +62,9 @@ def test_stopped_by_a_signal_and_resumed_equals_straight(settings, start, tmp_pa
         from surefoot.train import loop
 
         tell = loop._tell_step
-        patch.setattr(loop, "_tell_step", lambda run, check, *rest: (tell(run, check, *rest), SignalAt(5, number).stepped(check)))
+        patch.setattr(
+            loop, "_tell_step", lambda run, check, *rest: (tell(run, check, *rest), SignalAt(5, number).stepped(check))
+        )
         stopped, _ = start(other)
     assert stopped.result.stopped_by == "signal"
     assert stopped.result.steps == 5
@@ -79,14 +82,14 @@ def stopped_run(settings, start):
 
 
 def test_resume_onto_other_data_is_refused(settings, start):
-    settings, out = stopped_run(settings, start)
+    settings, _ = stopped_run(settings, start)
     with pytest.raises(UserError, match="differs in data") as caught:
         start(settings, random_table(24, seed=9, fingerprint="other"))
     assert "resume_anyway" in caught.value.problems[0].hint
 
 
 def test_resume_with_other_settings_is_refused_and_named(settings, start):
-    settings, out = stopped_run(settings, start)
+    settings, _ = stopped_run(settings, start)
     with pytest.raises(UserError, match=r"learning_rate \(0.01 then, 0.02 now\)"):
         start(settings | {"learning_rate": 0.02})
     with pytest.raises(UserError, match="lora_rank"):
@@ -94,7 +97,7 @@ def test_resume_with_other_settings_is_refused_and_named(settings, start):
 
 
 def test_resume_anyway_goes_on_and_says_so(settings, start):
-    settings, out = stopped_run(settings, start)
+    settings, _ = stopped_run(settings, start)
     recorder, _ = start(settings | {"num_train_epochs": 2.0, "resume_anyway": True})
     assert recorder.facts.resumed_from == 6
     assert any("num_train_epochs" in message for message in recorder.messages)
@@ -174,7 +177,7 @@ def test_save_total_limit_keeps_the_best(settings, start):
         "load_best_model_at_end": True, "greater_is_better": True, "metric_for_best_model": "loss",
         "learning_rate": 0.05, "num_train_epochs": 2.0, "val_size": 0.1,
     }  # fmt: skip
-    recorder, loaded = start(settings, evals={"": random_table(6, 1)})
+    recorder, _ = start(settings, evals={"": random_table(6, 1)})
     out = Path(settings["output_dir"])
     best = max(recorder.evals, key=lambda event: event.loss).step
     assert recorder.result.best_step == best

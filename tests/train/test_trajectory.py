@@ -7,6 +7,7 @@ import copy
 import numpy as np
 import pytest
 import torch
+
 from helpers import random_table
 from surefoot.config import make_config
 from surefoot.model.load import load_model
@@ -42,7 +43,8 @@ def trainer_losses(cfg, model, table, tmp_path) -> list[float]:
         output_dir=str(tmp_path / "hf"), per_device_train_batch_size=cfg.per_device_train_batch_size,
         gradient_accumulation_steps=cfg.gradient_accumulation_steps, learning_rate=cfg.learning_rate,
         num_train_epochs=cfg.num_train_epochs, lr_scheduler_type=cfg.lr_scheduler_type, warmup_steps=cfg.warmup_ratio,
-        max_grad_norm=cfg.max_grad_norm, weight_decay=cfg.weight_decay, seed=cfg.seed, data_seed=cfg.seed, optim="adamw_torch",
+        max_grad_norm=cfg.max_grad_norm, weight_decay=cfg.weight_decay, seed=cfg.seed, data_seed=cfg.seed,
+        optim="adamw_torch",
         logging_steps=1, save_strategy="no", report_to=[], use_cpu=True, remove_unused_columns=False,
         disable_tqdm=True, label_smoothing_factor=cfg.label_smoothing_factor,
     )  # fmt: skip

@@ -70,7 +70,7 @@ def _data(values: Values, given: Values) -> Iterator[Problem]:
         yield Problem("cannot be joined with `streaming`", "remove one of them", key="tokenized_path")
     yield from _mixing(values)
     if values["packing"] and values["cutoff_len"] < 2:
-        yield Problem("must be at least 2 when samples are packed", "", key="cutoff_len")
+        yield Problem("must be at least 2 when samples are packed", "write `cutoff_len: 2048`, say", key="cutoff_len")
 
 
 def _mixing(values: Values) -> Iterator[Problem]:
@@ -86,7 +86,7 @@ def _mixing(values: Values) -> Iterator[Problem]:
             yield Problem(message, "give one share a data set", key="interleave_probs")
     if any(share < 0 for share in shares) or abs(sum(shares) - 1) > 1e-6:
         message = f"must be shares that add up to 1, but they add up to {sum(shares):g}"
-        yield Problem(message, "", key="interleave_probs")
+        yield Problem(message, "write, say, `interleave_probs: 0.3,0.7`", key="interleave_probs")
 
 
 def _stage(values: Values) -> Iterator[Problem]:
@@ -130,10 +130,12 @@ def _run(values: Values, given: Values) -> Iterator[Problem]:
             hint = f"give a number of steps, or set `{what}_strategy: no`"
             yield Problem("must be above 0", hint, key="logging_steps" if what == "eval" else key)
         elif steps > 1 and isinstance(steps, float):
-            yield Problem(f"{steps:g} is neither a share below 1 nor a whole number of steps", "", key=key)
+            hint = f"write `{key}: {round(steps)}`, or a share below 1"
+            yield Problem(f"{steps:g} is neither a share below 1 nor a whole number of steps", hint, key=key)
     warmup = values["warmup_steps"]
     if isinstance(warmup, float) and warmup > 1:
-        yield Problem(f"{warmup:g} is neither a share below 1 nor a whole number of steps", "", key="warmup_steps")
+        hint = f"write `warmup_steps: {round(warmup)}`, or a share below 1"
+        yield Problem(f"{warmup:g} is neither a share below 1 nor a whole number of steps", hint, key="warmup_steps")
 
 
 def _evaluation(values: Values) -> Iterator[Problem]:

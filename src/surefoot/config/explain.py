@@ -81,7 +81,7 @@ def type_problems(error: ValidationError) -> list[Problem]:
         # Of the alternatives of a type, the one that got as far as an item of a list is what was meant.
         finding = max(findings, key=_inside_list)
         problem = _wrong_kind(all_keys()[name], finding["input"], _inside_list(finding))
-        problems.append(Problem(limit, "", key=name) if limit else problem)
+        problems.append(Problem(limit, _example(all_keys()[name]), key=name) if limit else problem)
     return problems
 
 
@@ -151,7 +151,14 @@ def _fix(info: KeyInfo, value: Any) -> str:
         return f'put it in quotes: `{info.name}: "{value}"`'
     if info.text_only and isinstance(value, dict):
         return "put the whole text in quotes; it has a colon in it"
-    return ""
+    return _example(info)
+
+
+def _example(info: KeyInfo) -> str:
+    """Show a value that is allowed: the default, where there is one."""
+    if info.default is None:
+        return f"remove the line, or see what docs/keys.md says of `{info.name}`"
+    return f"the default is `{info.name}: {shown(info.default)}`"
 
 
 def _is_number(text: str) -> bool:

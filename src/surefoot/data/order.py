@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     from surefoot.data.messages import Sample
-    from surefoot.data.table import TokenStream, TokenTable
+    from surefoot.data.stream import TokenStream
+    from surefoot.data.table import TokenTable
 
 
 class StepOrder(Protocol):

@@ -49,14 +49,15 @@ class StepCheck:
 
 
 class NonFiniteStepError(WorkError):
-    """A step was not finite; it was not applied.
-
-    Attributes:
-        check: the step.
-        findings: what was seen, for the journal.
-    """
+    """A step was not finite; it was not applied."""
 
     def __init__(self, check: StepCheck, findings: dict[str, Any]) -> None:
+        """Describe the step.
+
+        Args:
+            check: the step.
+            findings: what was seen of it, from `inspect_step`.
+        """
         self.check = check
         self.findings = findings
         super().__init__(describe(check, findings), hint=_hint(findings))
@@ -103,12 +104,16 @@ def inspect_step(model: torch.nn.Module, check: StepCheck) -> dict[str, Any]:
 
 def describe(check: StepCheck, findings: dict[str, Any]) -> str:
     """Say in a few sentences what was not finite, and that nothing was lost."""
-    lines = [f"step {check.step} is not finite: loss {check.loss:g}, grad norm {check.grad_norm:g}. It was not applied."]
+    lines = [
+        f"step {check.step} is not finite: loss {check.loss:g}, grad norm {check.grad_norm:g}. It was not applied."
+    ]
     weights, bad, clean = findings["weights"], findings["bad_gradients"], findings["clean_gradients"]
     if weights:
         lines.append(f"{len(weights)} weights are not finite themselves, first {weights[0]}.")
     if bad:
-        lines.append(f"Gradients: {len(bad)} of {len(bad) + len(clean)} trained tensors are not finite, first {bad[0]}.")
+        lines.append(
+            f"Gradients: {len(bad)} of {len(bad) + len(clean)} trained tensors are not finite, first {bad[0]}."
+        )
     for rows in findings["bad_passes"]:
         lines.append(f"The loss is not finite over the rows {', '.join(rows[:8])}{' ...' if len(rows) > 8 else ''}.")
     return "\n".join(lines)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from surefoot.errors import UserError
+from surefoot.model.source import safetensors_header
 from surefoot.model.targets import freeze_patterns, resolve_extra_modules, resolve_targets
 
 if TYPE_CHECKING:
@@ -17,10 +18,11 @@ if TYPE_CHECKING:
 
     from surefoot.config import Config
 
+ADAPTER_CONFIG = "adapter_config.json"
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
 
-def prepare_trainables(
-    model: PreTrainedModel, cfg: Config, dtype: torch.dtype, resized: bool
-) -> PreTrainedModel | PeftModel:
+
+def prepare_trainables(model: Any, cfg: Config, dtype: torch.dtype, resized: bool) -> Any:
     """Mark what is trained and hold it in the masters' dtype; everything else is frozen.
 
     Args:
@@ -73,45 +75,79 @@ def load_adapters(model: PreTrainedModel, paths: list[str], cfg: Config, *, trai
     merged: Any = model
     for place, path in enumerate(paths):
         last = place == len(paths) - 1
-        check_adapter_folder(path)
+        check_adapter_folder(path, cfg.adapter_folder)
         try:
             wrapped = PeftModel.from_pretrained(
                 merged, path, is_trainable=trainable and last, subfolder=cfg.adapter_folder,
                 cache_dir=cfg.cache_dir, token=cfg.hf_hub_token,
             )  # fmt: skip
-        except (OSError, ValueError, RuntimeError) as error:  # as PEFT reports missing files and other shapes
+        # As PEFT reports missing files, other shapes, and a configuration with parts missing or unknown.
+        except (OSError, ValueError, RuntimeError, TypeError, KeyError, AttributeError) as error:
             raise UserError(
                 f"the adapter {path} does not fit {type(model).__name__}: {str(error).strip().splitlines()[0]}",
                 hint="it must come from this base model",
                 key="adapter_name_or_path",
             ) from error
+        refuse_other_modules(wrapped, Path(path) / (cfg.adapter_folder or ""))
         merged = wrapped if last else wrapped.merge_and_unload()
     return merged
 
 
-def check_adapter_folder(path: str) -> None:
+def refuse_other_modules(model: Any, folder: Path) -> None:
+    """Refuse an adapter that lacks weights of the model that it was put on, or has more: PEFT would only warn.
+
+    Args:
+        model: the base model with the adapter on it (PEFT).
+        folder: of the adapter; nothing is looked at when it is none (a hub id).
+
+    Raises:
+        UserError: naming the first weight that is on one side only.
+    """
+    from peft import get_peft_model_state_dict
+
+    if not folder.is_dir():
+        return
+    wanted = set(get_peft_model_state_dict(model, save_embedding_layers=False))
+    found = set(safetensors_header(folder / ADAPTER_WEIGHTS))
+    # Embeddings may be saved beside an adapter: PEFT puts them in place.
+    lost, extra = sorted(wanted - found), sorted(name for name in found - wanted if "lora_" in name)
+    if lost or extra:
+        which = f"it lacks {lost[0]}" if lost else f"it has {extra[0]}, which this model has no place for"
+        raise UserError(
+            f"the adapter {folder} does not fit {type(model.get_base_model()).__name__}: {which}",
+            hint="it must come from this base model, and be whole",
+            key="adapter_name_or_path",
+        )
+
+
+def check_adapter_folder(path: str, subfolder: str | None = None) -> None:
     """Refuse a local folder that is no safetensors adapter.
 
     Args:
         path: a folder or a hub id (hub ids are not looked at).
+        subfolder: the YAML's `adapter_folder`.
 
     Raises:
-        UserError: the folder lacks adapter_config.json or adapter_model.safetensors.
+        UserError: the folder lacks adapter_config.json or adapter_model.safetensors, or one of them is damaged.
     """
-    folder = Path(path)
+    folder = Path(path) / (subfolder or "")
     if not folder.is_dir():
-        if path.startswith((".", "/", "~")) or path.count("/") > 1:
-            raise UserError(f"there is no folder {path}", hint="check the path", key="adapter_name_or_path")
+        if Path(path).exists() or path.startswith((".", "/", "~")) or path.count("/") > 1:
+            raise UserError(f"there is no folder {folder}", hint="check the path", key="adapter_name_or_path")
         return
-    for name in ("adapter_config.json", "adapter_model.safetensors"):
+    for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS):
         if not (folder / name).is_file():
             raise UserError(
                 f"{folder} has no {name}", hint="name the folder that a LoRA run wrote", key="adapter_name_or_path"
             )
     try:
-        json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
+        settings = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))
     except ValueError as error:
-        raise UserError(f"{folder}/adapter_config.json is not JSON: {error}", key="adapter_name_or_path") from error
+        settings = error
+    if not isinstance(settings, dict) or "peft_type" not in settings:
+        reason = f"is not JSON ({settings})" if isinstance(settings, ValueError) else "does not describe an adapter"
+        raise UserError(f"{folder / ADAPTER_CONFIG} {reason}", hint="copy it again", key="adapter_name_or_path")
+    safetensors_header(folder / ADAPTER_WEIGHTS)
 
 
 def _with_lora(model: PreTrainedModel, cfg: Config, resized: bool) -> PeftModel:
@@ -123,9 +159,9 @@ def _with_lora(model: PreTrainedModel, cfg: Config, resized: bool) -> PeftModel:
     for path in paths:
         model = load_adapters(model, [path], cfg, trainable=False).merge_and_unload()
     extra = list(cfg.additional_target or [])
-    if resized and not extra:
-        # New tokens have new rows in the embeddings and the head; an adapter alone would leave them untrained.
-        extra = _vocabulary_modules(model)
+    if resized:
+        # New tokens have new rows in the embeddings and the head; an adapter alone would neither train nor save them.
+        extra += [name for name in _vocabulary_modules(model) if name not in extra]
     config = LoraConfig(
         task_type=TaskType.CAUSAL_LM,
         r=cfg.lora_rank,

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from surefoot.data.batch import AttentionLayout
 
@@ -89,9 +90,10 @@ def packed_sdpa(
         grouped = q_NHLD.shape[1] != k_NGLD.shape[1]
         if grouped and (windowed or q_NHLD.device.type == "cpu"):
             k_NGLD, v_NGLD, grouped = _repeat(k_NGLD, q_NHLD), _repeat(v_NGLD, q_NHLD), False
-        return F.scaled_dot_product_attention(
-            q_NHLD, k_NGLD, v_NGLD, mask_LL, dropout, is_causal=not windowed, scale=scaling, enable_gqa=grouped
-        )  # fmt: skip
+        with _any_shape(q_NHLD.device):
+            return F.scaled_dot_product_attention(
+                q_NHLD, k_NGLD, v_NGLD, mask_LL, dropout, is_causal=not windowed, scale=scaling, enable_gqa=grouped
+            )  # fmt: skip
 
     return _over_buckets(attend, query_1HTD, key_1GTD, value_1GTD, kwargs), None
 
@@ -172,6 +174,16 @@ def _over_buckets(attend: Any, q_1HTD: Any, k_1GTD: Any, v_1GTD: Any, kwargs: di
         outputs_PHD.append(attend(q, k, v).transpose(1, 2).flatten(0, 1))
     out_PHD = torch.cat(outputs_PHD) if len(outputs_PHD) > 1 else outputs_PHD[0]
     return out_PHD.index_select(0, layout.slots_T)[None]
+
+
+def _any_shape(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """Leave out cuDNN's attention, which builds a plan for each new shape: packed rows have new shapes every step.
+
+    Measured on an H200, 1B shapes, bf16: 1,600 tokens/s while plans are built, 11,600 once all are.
+    """
+    if device.type != "cuda":
+        return contextlib.nullcontext()
+    return sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
 
 
 def _short_on_cpu(query: torch.Tensor, layout: AttentionLayout | None) -> bool:

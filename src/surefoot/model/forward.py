@@ -89,7 +89,11 @@ def trained_head(model: Any) -> Any:
     """Return the linear module that makes the logits, looking through PEFT's `modules_to_save` wrapper."""
     head = model.get_output_embeddings()
     copies = getattr(head, "modules_to_save", None)
-    return copies[head.active_adapter if isinstance(head.active_adapter, str) else head.active_adapters[0]] if copies else head
+    return (
+        copies[head.active_adapter if isinstance(head.active_adapter, str) else head.active_adapters[0]]
+        if copies
+        else head
+    )
 
 
 def logit_shape(config: Any) -> LogitShape:

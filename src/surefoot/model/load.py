@@ -10,9 +10,8 @@ import torch
 from surefoot.errors import UserError
 from surefoot.model.adapters import load_adapters, prepare_trainables
 from surefoot.model.attention import use_packed_attention
-from surefoot.model.demo import resolve_model_path
 from surefoot.model.precision import DTYPES, Precision, choose_precision
-from surefoot.model.source import checkpoint_dtype, hub_arguments, model_config, weight_files
+from surefoot.model.source import checkpoint_dtype, hub_arguments, model_config, model_path, weight_files
 from surefoot.model.vocabulary import resize_vocabulary, scale_rope
 
 if TYPE_CHECKING:
@@ -61,14 +60,15 @@ def load_model(cfg: Config, tokenizer: PreTrainedTokenizerBase, device: str) -> 
     from transformers import set_seed
 
     set_seed(cfg.seed)
-    path = resolve_model_path(cfg.model_name_or_path)
     config = model_config(cfg)
-    precision = choose_precision(cfg, DTYPES.get(checkpoint_dtype(config, path), torch.float32))
+    precision = choose_precision(cfg, DTYPES.get(checkpoint_dtype(config, cfg), torch.float32))
     notes = [f"Precision: {precision}."]
+    if device == "cpu" and precision.autocast == torch.float16:
+        notes.append("float16 products are slow on a CPU; `bf16: true` or `compute_dtype: float32` is faster there.")
     rope = scale_rope(config, cfg.rope_scaling, cfg.cutoff_len, training=True)
     if rope:
         notes.append(rope)
-    model = read_weights(cfg, config, precision.load)
+    model: Any = read_weights(cfg, config, precision.load)
     resized = resize_vocabulary(model, tokenizer, cfg)
     if resized:
         notes.append(f"The vocabulary grew to {model.get_input_embeddings().weight.shape[0]} rows.")
@@ -103,7 +103,7 @@ def load_for_inference(cfg: Config, tokenizer: PreTrainedTokenizerBase, device: 
     """
     config = model_config(cfg)
     scale_rope(config, cfg.rope_scaling, cfg.cutoff_len, training=False)
-    model = read_weights(cfg, config, DTYPES.get(dtype))
+    model: Any = read_weights(cfg, config, DTYPES.get(dtype))
     resize_vocabulary(model, tokenizer, cfg)
     if cfg.adapter_name_or_path:
         model = load_adapters(model, list(cfg.adapter_name_or_path), cfg, trainable=False)
@@ -127,11 +127,17 @@ def read_weights(cfg: Config, config: PretrainedConfig, dtype: torch.dtype | Non
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
-    path = resolve_model_path(cfg.model_name_or_path)
+    path = model_path(cfg)
     if getattr(config, "is_encoder_decoder", False):
-        raise UserError(f"{path} is an encoder-decoder model", hint="Surefoot trains decoder-only models", key="model_name_or_path")  # fmt: skip
+        raise UserError(
+            f"{path} is an encoder-decoder model",
+            hint="Surefoot trains decoder-only models",
+            key="model_name_or_path",
+        )
     if cfg.train_from_scratch:
-        return AutoModelForCausalLM.from_config(config, dtype=dtype or "auto", trust_remote_code=cfg.trust_remote_code)
+        return AutoModelForCausalLM.from_config(
+            config, dtype=dtype or config.dtype or torch.float32, trust_remote_code=cfg.trust_remote_code
+        )
     weight_files(path)
     logging.disable_progress_bar()
     try:

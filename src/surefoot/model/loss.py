@@ -57,7 +57,7 @@ def linear_cross_entropy(
     bias_V: torch.Tensor | None,
     targets_K: torch.Tensor,
     *,
-    shape: LogitShape = LogitShape(),  # noqa: B008 (frozen)
+    shape: LogitShape = LogitShape(),
     label_smoothing: float = 0.0,
     upcast: bool = False,
 ) -> LossSums:

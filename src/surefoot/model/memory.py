@@ -12,8 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    import torch
-
     from surefoot.config import Config
 
 GIB = 2**30
@@ -98,7 +96,15 @@ def activation_bytes(shapes: Shapes, compute_bytes: int, *, recompute: bool) -> 
 
 
 def make_plan(
-    cfg: Config, shapes: Shapes, *, compute_bytes: int, weight_bytes: int, free_bytes: int, longest: int, step_tokens: int, cpu: bool
+    cfg: Config,
+    shapes: Shapes,
+    *,
+    compute_bytes: int,
+    weight_bytes: int,
+    free_bytes: int,
+    longest: int,
+    step_tokens: int,
+    cpu: bool,
 ) -> MemoryPlan:
     """Choose the tokens of a pass and whether to recompute: no recompute if the longest row fits without it.
 
@@ -204,12 +210,11 @@ def forecast(cfg: Config, lengths: Mapping[str, float], device: str) -> dict[str
     from transformers import AutoModelForCausalLM
 
     from surefoot.model.adapters import prepare_trainables
-    from surefoot.model.demo import resolve_model_path
     from surefoot.model.precision import DTYPES, choose_precision
     from surefoot.model.source import checkpoint_dtype, model_config
 
     config = model_config(cfg)
-    stored = DTYPES.get(checkpoint_dtype(config, resolve_model_path(cfg.model_name_or_path)), torch.float32)
+    stored = DTYPES.get(checkpoint_dtype(config, cfg), torch.float32)
     precision = choose_precision(cfg, stored)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, trust_remote_code=cfg.trust_remote_code)
@@ -233,5 +238,3 @@ def forecast(cfg: Config, lengths: Mapping[str, float], device: str) -> dict[str
         "trainable_parameters": trainable,
         "parameters": sum(p.numel() for p in model.parameters()),
     }
-
-

@@ -29,6 +29,12 @@ def hub_arguments(cfg: Config) -> dict[str, Any]:
     }
 
 
+def model_path(cfg: Config) -> str:
+    """Name the folder or hub id of the YAML's model; a demo model is prepared in the cache first."""
+    assert cfg.model_name_or_path, "load_config requires it"
+    return resolve_model_path(cfg.model_name_or_path)
+
+
 def model_config(cfg: Config) -> PretrainedConfig:
     """Read a model's config.json.
 
@@ -41,9 +47,10 @@ def model_config(cfg: Config) -> PretrainedConfig:
     Raises:
         UserError: there is no such folder or hub id, or its configuration cannot be used.
     """
+    from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
 
-    path = resolve_model_path(cfg.model_name_or_path)
+    path = model_path(cfg)
     folder = Path(path)
     if folder.is_dir() and not (folder / "config.json").is_file():
         hint = "name the folder that config.json lies in"
@@ -54,9 +61,10 @@ def model_config(cfg: Config) -> PretrainedConfig:
         raise UserError(f"there is no folder {path}", hint="check the path", key="model_name_or_path")
     try:
         return AutoConfig.from_pretrained(path, **hub_arguments(cfg))
-    except (OSError, ValueError, KeyError) as error:  # as transformers reports missing and malformed files
+    # As transformers reports missing and malformed files, and values of a wrong type.
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, StrictDataclassError) as error:
         raise UserError(
-            f"the configuration of {path} cannot be read: {str(error).strip().splitlines()[0]}",
+            f"the configuration of {path} cannot be read: {' '.join(str(error).split())[:300]}",
             hint="is it a folder with a transformers model, or a hub id that this machine can reach?",
             key="model_name_or_path",
         ) from error
@@ -117,19 +125,19 @@ def safetensors_header(file: Path) -> dict[str, dict[str, Any]]:
     return header
 
 
-def checkpoint_dtype(config: PretrainedConfig, path: str) -> str:
+def checkpoint_dtype(config: PretrainedConfig, cfg: Config) -> str:
     """Name the dtype that a model's weights are stored in.
 
     Args:
         config: its configuration.
-        path: its folder or hub id.
+        cfg: the YAML; with `train_from_scratch` there are no stored weights, and the configuration decides.
 
     Returns:
         "float32", "bfloat16", "float16" or "float64": as most stored values are where the files are at hand,
         else as the configuration says.
     """
     sizes: dict[str, int] = {}
-    for file in weight_files(path):
+    for file in [] if cfg.train_from_scratch else weight_files(model_path(cfg)):
         for entry in safetensors_header(file).values():
             name = FLOAT_NAMES.get(entry["dtype"])
             if name:

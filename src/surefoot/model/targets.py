@@ -29,9 +29,9 @@ def linear_names(model: nn.Module) -> list[str]:
     names = set()
     for name, module in model.named_modules():
         kind = type(module).__name__
-        if ("Linear" in kind and "Embedding" not in kind) or kind == "Conv1D":
-            if not any(head in name for head in HEAD_NAMES):
-                names.add(name.rpartition(".")[2])
+        adaptable = ("Linear" in kind and "Embedding" not in kind) or kind == "Conv1D"
+        if adaptable and not any(head in name for head in HEAD_NAMES):
+            names.add(name.rpartition(".")[2])
     return sorted(names)
 
 
@@ -149,4 +149,6 @@ def _layer_parts(model: nn.Module) -> tuple[set[str], set[str]]:
 def _require(wanted: list[str], offered: set[str], key: str, also: tuple[str, ...] = ()) -> None:
     lost = [w for w in wanted if w not in offered and w not in also]
     if lost:
-        raise UserError(f"there is no module {', '.join(lost)}", hint=f"choose from {', '.join(sorted(offered))}", key=key)
+        raise UserError(
+            f"there is no module {', '.join(lost)}", hint=f"choose from {', '.join(sorted(offered))}", key=key
+        )

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from surefoot.errors import UserError
-from surefoot.model.demo import resolve_model_path
-from surefoot.model.source import hub_arguments, model_config
+from surefoot.model.source import hub_arguments, model_config, model_path
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -28,11 +27,11 @@ def load_tokenizer(cfg: Config) -> PreTrainedTokenizerBase:
     """
     from transformers import AutoTokenizer
 
-    path = resolve_model_path(cfg.model_name_or_path)
+    path = model_path(cfg)
     # The model's own configuration comes first: its errors say more than the tokenizer's do.
     config = model_config(cfg)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(
+        tokenizer: Any = AutoTokenizer.from_pretrained(
             path,
             config=config,
             use_fast=cfg.use_fast_tokenizer,

@@ -68,7 +68,9 @@ def scale_rope(config: PretrainedConfig, kind: str | None, cutoff_len: int, *, t
     old = getattr(text, "max_position_embeddings", None)
     if not isinstance(rope, dict) or old is None or "rope_theta" not in rope:
         raise UserError(
-            f"{type(config).__name__} has no single set of rotary positions to scale", hint="remove the key", key="rope_scaling"
+            f"{type(config).__name__} has no single set of rotary positions to scale",
+            hint="remove the key",
+            key="rope_scaling",
         )
     if training and cutoff_len <= old:
         return f"rope_scaling: {kind} is not needed: cutoff_len {cutoff_len} fits the model's {old} positions."

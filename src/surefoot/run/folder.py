@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -80,6 +82,14 @@ class RunFolder:
         for path in (*stale, *self.path.glob("training_*.png")):
             path.unlink(missing_ok=True)
 
+    def tells_of_run_with(self, steps: int) -> bool:
+        """Tell whether the folder's results are of a run that ended after so many steps; its card is written last."""
+        try:
+            results = json.loads((self.path / "all_results.json").read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return False
+        return (self.path / "README.md").exists() and results.get("train_steps") == steps
+
     def check(self, cfg: Config) -> None:
         """Prove that the run may write here before any work is spent on it; leaves nothing behind.
 
@@ -89,13 +99,15 @@ class RunFolder:
         Raises:
             UserError: it cannot be written to, or holds another run's weights and nothing says what to do with them.
         """
-        weights = next((name for name in WEIGHT_FILES if (self.path / name).exists()), None)
+        with explain_disk_errors(self.path):
+            weights = next((name for name in WEIGHT_FILES if (self.path / name).exists()), None)
         if weights and not self.checkpoints() and not cfg.overwrite_output_dir and not cfg.resume_from_checkpoint:
             raise UserError(
                 f"{self.path} holds the result of another run ({weights}) and no checkpoint to go on from",
                 hint="name another output_dir, or set `overwrite_output_dir: true` to replace that result",
                 key="output_dir",
             )
+        # The deepest folder first, so that they can be removed in this order.
         missing = [folder for folder in (self.path, *self.path.parents) if not folder.exists()]
         probe = self.path / f".surefoot.{os.getpid()}.tmp"
         with explain_disk_errors(self.path):
@@ -105,5 +117,5 @@ class RunFolder:
             finally:
                 probe.unlink(missing_ok=True)
                 for folder in missing:
-                    if folder.is_dir():
+                    with contextlib.suppress(OSError):  # it was not made, or another run has moved in
                         folder.rmdir()

@@ -28,8 +28,10 @@ def load_prompts(cfg: Config) -> tuple[PreTrainedTokenizerBase, Template]:
     from surefoot.model.tokenizer import load_tokenizer
 
     tokenizer = load_tokenizer(cfg)
+    # Pre-training reads documents, not turns: a base model needs no chat format for it.
+    name = cfg.template or ("empty" if cfg.stage == "pt" else None)
     template = get_template(
-        cfg.template,
+        name,
         tokenizer,
         default_system=cfg.default_system,
         tool_format=cfg.tool_format,

@@ -69,7 +69,7 @@ class RunRecord(QuietListener):
         assert self._facts is not None
         self._log.finished(result)
         self._write_history()
-        if result.loss is None and (self._folder.path / "all_results.json").exists():
+        if result.loss is None and self._folder.tells_of_run_with(result.steps):
             return  # the run was over before: its results say more than those of a process that did no step
         train, evaluation = training_metrics(result), self._evaluations.metrics
         write_results(self._folder.path, train, evaluation)

@@ -57,23 +57,27 @@ class TrainerLog(QuietListener):
             self._append(self._step_entry(point))
 
     def evaluated(self, event: EvalEvent) -> None:
-        """Log an evaluation."""
+        """Log an evaluation; one that a killed process has logged already is not logged twice."""
         entry: dict[str, Any] = {"eval_loss": event.loss}
         if event.name:
             entry["eval_name"] = event.name
         if event.accuracy is not None:
             entry["accuracy"] = event.accuracy
+        if self._first is None and self._has_evaluation(event):
+            return
         entry |= {"epoch": _tidy(event.epoch), **self._timing(event.step, self._seconds)}
         self._append({**self._steps(event.step), **entry, **({"nonfinite": True} if event.nonfinite else {})})
 
     def finished(self, result: TrainResult) -> None:
         """Log the last stretch, though it is shorter than `logging_steps`, and close the run as LLaMA-Factory does."""
-        if self._first is None and self.entries:
-            return  # a run that was over before it was resumed: its closing line is there
         last = self._window.flush()
         if last:
             self._append(self._step_entry(last[0]))
             return
+        if result.stopped_by == "signal":
+            return  # the run goes on later, and so does its log
+        if self._first is None and self.entries and "eval_loss" not in self.entries[-1]:
+            return  # a run that was over before it was resumed: its closing line is there
         timing = self._timing(result.steps, result.seconds)
         self._append({**self._steps(result.steps), "epoch": _tidy(result.epoch), **timing})
 
@@ -81,6 +85,11 @@ class TrainerLog(QuietListener):
         """Log what is waiting when the run ends by an error."""
         for point in self._window.flush():
             self._append(self._step_entry(point))
+
+    def _has_evaluation(self, event: EvalEvent) -> bool:
+        step_and_set = (event.step, event.name)
+        logged = ((e["current_steps"], e.get("eval_name", "")) for e in self.entries if "eval_loss" in e)
+        return step_and_set in logged
 
     def _step_entry(self, point: LogPoint) -> dict[str, Any]:
         entry: dict[str, Any] = {

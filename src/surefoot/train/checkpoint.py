@@ -57,13 +57,11 @@ def save_checkpoint(
         WorkError: a weight that was written is not finite, or cannot be read back.
         UserError: the disk is full or the place cannot be written to.
     """
-    import torch
-
     folder = output_dir / f"checkpoint-{step}"
     with whole_folder(folder) as temporary:
         save_model(temporary, model, tokenizer)
         for name, content in (tensors or {}).items():
-            torch.save(content, temporary / name)
+            _save_tensors(temporary / name, content)
         write_json(temporary / "trainer_state.json", {
             "global_step": step, "epoch": state["epoch"], "max_steps": state["total_steps"],
             "num_train_epochs": state["epochs"], "log_history": [],
@@ -91,6 +89,32 @@ def save_model(folder: Path, model: Any, tokenizer: Any) -> None:
     tokenizer.save_pretrained(folder)
 
 
+def _save_tensors(file: Path, content: Any) -> None:
+    """Save through a Python file: torch's own writer reports a full disk as a wrong position in the file."""
+    import torch
+
+    refusals: list[OSError] = []
+
+    class Sink:
+        def write(self, data: bytes) -> int:
+            try:
+                return handle.write(data)
+            except OSError as error:
+                refusals.append(error)
+                raise
+
+        def flush(self) -> None:
+            handle.flush()
+
+    with file.open("wb") as handle:
+        try:
+            torch.save(content, Sink())  # type: ignore[arg-type]  # write and flush are all that it calls
+        except RuntimeError as error:
+            if refusals:
+                raise refusals[0] from error
+            raise
+
+
 def verify_weights(folder: Path) -> None:
     """Read every saved weight back and see that it is finite.
 
@@ -104,21 +128,27 @@ def verify_weights(folder: Path) -> None:
 
     files = sorted(folder.glob("*.safetensors"))
     if not files:
-        raise WorkError(f"{folder} holds no weights after saving")
+        raise WorkError(f"{folder} holds no weights after saving", hint="please report this")
     for file in files:
         try:
             with safe_open(file, framework="pt") as handle:
                 for name in handle.keys():  # noqa: SIM118 (no mapping)
                     tensor = handle.get_tensor(name)
                     if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
-                        raise WorkError(f"{name} is not finite: {folder.name} was not kept", hint="the checkpoint before is")
+                        raise WorkError(
+                            f"{name} is not finite: {folder.name} was not kept", hint="the checkpoint before is"
+                        )
         except SafetensorError as error:
             raise WorkError(f"{file} cannot be read back: {error}", hint="is the disk healthy?") from error
 
 
 def find_checkpoints(output_dir: Path) -> list[Path]:
     """List a run's checkpoint folders, oldest first, whether they are whole or not."""
-    found = [(int(m.group(1)), f) for f in output_dir.glob("checkpoint-*") if (m := re.fullmatch(r"checkpoint-(\d+)", f.name))]
+    found = [
+        (int(m.group(1)), f)
+        for f in output_dir.glob("checkpoint-*")
+        if (m := re.fullmatch(r"checkpoint-(\d+)", f.name))
+    ]
     return [folder for _, folder in sorted(found)]
 
 
@@ -170,19 +200,31 @@ def rotate(output_dir: Path, limit: int | None, keep: set[Path]) -> list[Path]:
     return doomed
 
 
-def remove_checkpoints(output_dir: Path) -> list[Path]:
-    """Remove every checkpoint of a run that is to be overwritten, so that none is ever taken for the new run's."""
+def remove_weights(output_dir: Path) -> list[str]:
+    """Remove the weights and checkpoints of a run that is overwritten, so that none is ever taken for the new run's.
+
+    Args:
+        output_dir: of the run.
+
+    Returns:
+        The names of what was removed.
+    """
     folders = find_checkpoints(output_dir)
     for folder in folders:
         _remove(folder)
-    return folders
+    files = [*output_dir.glob("*.safetensors"), *output_dir.glob("*.safetensors.index.json")]
+    for file in files:
+        file.unlink()
+    return [path.name for path in (*folders, *files)]
 
 
 def sweep(output_dir: Path) -> None:
-    """Remove what a killed run left half written."""
-    for leftover in output_dir.glob(".checkpoint-*"):
-        if leftover.suffix in (".tmp", ".removed", ".old"):
+    """Remove what a killed run left half written, in the folder itself and in its `surefoot/`."""
+    for leftover in [*output_dir.glob(".*"), *(output_dir / "surefoot").glob(".*")]:
+        if leftover.is_dir() and leftover.name.startswith((".checkpoint-", ".writing.")):
             shutil.rmtree(leftover, ignore_errors=True)
+        elif leftover.is_file() and re.search(r"\.\d+\.tmp$", leftover.name):
+            leftover.unlink(missing_ok=True)
 
 
 def _remove(folder: Path) -> None:

@@ -77,7 +77,8 @@ def evaluate(forward: LossForward, table: TokenTable, device: str, tokens_per_pa
     finally:
         forward.model.train(was_training)
     if not trained:
-        raise UserError("no token of the evaluation set carries a label", key="eval_dataset")
+        hint = "give it rows with answers that cutoff_len leaves room for"
+        raise UserError("no token of the evaluation set carries a label", hint=hint, key="eval_dataset")
     return EvalNumbers(float(loss) / trained, correct / trained, tokens, len(table), time.perf_counter() - began)
 
 

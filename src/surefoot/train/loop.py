@@ -40,6 +40,7 @@ class RunState:
         best_metric: of the evaluation that `metric_for_best_model` calls best; None before the first.
         best_step: when that was.
         evaluations_without_gain: in a row, for early stopping.
+        evaluated_at: the step of the last evaluation; None before the first.
     """
 
     step: int = 0
@@ -49,6 +50,7 @@ class RunState:
     best_metric: float | None = None
     best_step: int | None = None
     evaluations_without_gain: int = 0
+    evaluated_at: int | None = None
 
 
 @dataclass
@@ -192,6 +194,7 @@ def evaluate_all(run: Run) -> None:
         for listener in run.listeners:
             listener.evaluated(event)
     values.setdefault("loss", total_loss / total)
+    run.state.evaluated_at = run.state.step
     _remember_best(run, values)
 
 

@@ -20,16 +20,12 @@ class Neftune:
     def __init__(self, embeddings: torch.nn.Module, alpha: float) -> None:
         self.alpha = alpha
         self.lengths_1T1: torch.Tensor | None = None
-        self.handle = embeddings.register_forward_hook(self._add_noise)
+        embeddings.register_forward_hook(self._add_noise)
 
     def before_pass(self, batch: PackedBatch) -> None:
         """Learn how long each packed token's row is: a row packed with others gets the noise it would get alone."""
         lengths = torch.tensor(batch.layout.lengths, device=batch.input_ids_1T.device)
         self.lengths_1T1 = torch.repeat_interleave(lengths, lengths).view(1, -1, 1)
-
-    def remove(self) -> None:
-        """Take the hook off, so that what is saved or evaluated has no noise."""
-        self.handle.remove()
 
     def _add_noise(self, module: torch.nn.Module, inputs: Any, output_1TM: torch.Tensor) -> torch.Tensor:
         if not module.training or self.lengths_1T1 is None:

@@ -40,7 +40,9 @@ def build_optimizer(model: torch.nn.Module, cfg: Config) -> torch.optim.Optimize
     try:
         return kind([group for group in groups if group["params"]], lr=cfg.learning_rate, **arguments)
     except TypeError as error:  # an argument that this optimizer does not have
-        raise UserError(f"{cfg.optim} does not take these arguments: {error}", key="optim_args") from error
+        raise UserError(
+            f"{cfg.optim} does not take these arguments: {error}", hint="remove or rename them", key="optim_args"
+        ) from error
 
 
 def build_scheduler(optimizer: torch.optim.Optimizer, cfg: Config, total_steps: int) -> Any:
@@ -95,7 +97,9 @@ def _optimizer_class(cfg: Config) -> tuple[Any, dict[str, Any]]:
     }
     if cfg.optim not in kinds:
         raise UserError(
-            f"the optimizer {cfg.optim} is not built in", hint=f"use one of {', '.join([*kinds, 'adafactor'])}", key="optim"
+            f"the optimizer {cfg.optim} is not built in",
+            hint=f"use one of {', '.join([*kinds, 'adafactor'])}",
+            key="optim",
         )
     return kinds[cfg.optim]
 
@@ -114,5 +118,6 @@ def _optimizer_arguments(text: str | None) -> dict[str, Any]:
             try:
                 arguments[name] = float(value)
             except ValueError as error:
-                raise UserError(f"{value!r} is neither a number nor true or false", key="optim_args") from error
+                message = f"{value!r} is neither a number nor true or false"
+                raise UserError(message, hint="write momentum=0.9,nesterov=true", key="optim_args") from error
     return arguments

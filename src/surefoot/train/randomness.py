@@ -19,7 +19,7 @@ def get_random_state(device: str) -> dict[str, Any]:
         Numbers, strings and tensors only.
     """
     version, internal, gauss = random.getstate()
-    kind, keys, position, has_gauss, cached = np.random.get_state()  # noqa: NPY002 (libraries draw from it)
+    kind, keys, position, has_gauss, cached = np.random.get_state()
     return {
         "python": [version, list(internal), gauss],
         "numpy": [kind, torch.from_numpy(np.asarray(keys, dtype=np.int64)), position, has_gauss, cached],
@@ -38,7 +38,7 @@ def set_random_state(state: dict[str, Any], device: str) -> None:
     version, internal, gauss = state["python"]
     random.setstate((version, tuple(internal), gauss))
     kind, keys, position, has_gauss, cached = state["numpy"]
-    np.random.set_state((kind, keys.numpy().astype(np.uint32), position, has_gauss, cached))  # noqa: NPY002
+    np.random.set_state((kind, keys.numpy().astype(np.uint32), position, has_gauss, cached))
     torch.set_rng_state(state["cpu"])
     if device != "cpu" and state["cuda"] is not None:
         torch.cuda.set_rng_state(state["cuda"], device)

@@ -45,7 +45,8 @@ def choose_checkpoint(cfg: Config, output_dir: Path, tell: Callable[[str], None]
     """Decide where a run starts: at a checkpoint, or from nothing.
 
     As in LLaMA-Factory, a run whose `output_dir` holds checkpoints goes on from the last one unless
-    `overwrite_output_dir` is set. A damaged checkpoint is passed over for the one before, and said.
+    `overwrite_output_dir` is set or `resume_from_checkpoint` is false. A damaged checkpoint is passed over for the
+    one before, and said.
 
     Args:
         cfg: the YAML; `resume_from_checkpoint` and `overwrite_output_dir` are read.
@@ -62,7 +63,7 @@ def choose_checkpoint(cfg: Config, output_dir: Path, tell: Callable[[str], None]
     wanted = cfg.resume_from_checkpoint
     if isinstance(wanted, str):
         return _named(Path(wanted))
-    folders = find_checkpoints(output_dir)
+    folders = [] if wanted is False else find_checkpoints(output_dir)
     if wanted is not True and (cfg.overwrite_output_dir or not folders):
         if not cfg.overwrite_output_dir and any(output_dir.glob("*.safetensors")):
             raise UserError(
@@ -115,4 +116,6 @@ def _named(folder: Path) -> Checkpoint:
     try:
         return read_checkpoint(folder)
     except WorkError as error:
-        raise UserError(error.problems[0].message, hint="name a folder that Surefoot wrote", key="resume_from_checkpoint") from error
+        raise UserError(
+            error.problems[0].message, hint="name a folder that Surefoot wrote", key="resume_from_checkpoint"
+        ) from error

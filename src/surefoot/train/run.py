@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,15 +13,15 @@ import torch
 from surefoot.data.messages import Sample
 from surefoot.data.order import StepOrder, StreamOrder, TableOrder
 from surefoot.errors import UserError
-from surefoot.files import whole_files
+from surefoot.files import only_writer, whole_files
 from surefoot.guard.finite import NonFiniteStepError, append_event, stopped_event
-from surefoot.model.forward import base_of
+from surefoot.model.forward import LossForward, base_of
 from surefoot.model.load import LoadedModel
 from surefoot.model.memory import MemoryPlan, adapter_inputs, free_memory, make_plan, shapes_of
 from surefoot.model.probes import build_forward, check_packing
-from surefoot.train.checkpoint import Checkpoint, remove_checkpoints, save_model, sweep, verify_weights
+from surefoot.train.checkpoint import Checkpoint, remove_weights, save_model, sweep, verify_weights
 from surefoot.train.events import Listener, RunFacts, TrainResult
-from surefoot.train.loop import Run, RunState, train
+from surefoot.train.loop import Run, RunState, evaluate_all, train
 from surefoot.train.loss_scale import LossScale
 from surefoot.train.neftune import Neftune
 from surefoot.train.optimizer import build_optimizer, build_scheduler
@@ -64,8 +64,8 @@ def run_training(
         UserError: the data or a checkpoint does not belong to this model.
     """
     output_dir = Path(cfg.output_dir)
-    sweep(output_dir)
-    with StopRequest() as stop:
+    with only_writer(output_dir), StopRequest() as stop:
+        sweep(output_dir)
         run = assemble(cfg, loaded, tokenizer, data, listeners, device, stop)
         resumed_from = run.state.step
         trainable, total = loaded.parameters
@@ -134,28 +134,8 @@ def assemble(
         upcast=cfg.upcast_lmhead_output,
         label_smoothing=cfg.label_smoothing_factor,
     )
-    verdict = check_packing(forward, loaded.own_attention, order.samples_of(0))
-    if not verdict.packs:
-        forward.packs = False
-        base_of(loaded.model).set_attn_implementation(loaded.own_attention)
-        order = SingleRows(order)
-        tell(f"Rows are not packed, each runs alone: {verdict.reason}.")
-    plan = plan_memory(cfg, loaded, data, device)
-    if plan.recompute:
-        turn_on_recompute(loaded.model)
-        tell("Decoder layers are recomputed in the backward pass: the longest row does not fit otherwise.")
-    neftune = None
-    if cfg.neftune_noise_alpha:
-        neftune = Neftune(base_of(loaded.model).get_input_embeddings(), cfg.neftune_noise_alpha)
-    runner = StepRunner(
-        loaded.model,
-        forward,
-        device,
-        LossScale.for_run(loaded.precision.loss_scaling),
-        plan.tokens_per_pass if forward.packs else 1,
-        neftune.before_pass if neftune else None,
-        tell,
-    )
+    order = pack_or_not(forward, loaded, order, tell)
+    runner = make_runner(cfg, loaded, forward, data, device, tell)
     schedule = make_schedule(cfg, order, evaluates=bool(data.evals))
     optimizer = build_optimizer(loaded.model, cfg)
     run = Run(
@@ -179,9 +159,59 @@ def assemble(
         if differing:
             tell(f"Going on from {checkpoint.folder.name} though it differs in {', '.join(differing)}.")
         restore(run, checkpoint)
-    elif removed := remove_checkpoints(run.output_dir):
-        tell(f"Removed {len(removed)} checkpoints of the run that is overwritten.")
+    elif removed := remove_weights(run.output_dir):
+        tell(f"Removed what the overwritten run had left: {', '.join(removed)}.")
     return run
+
+
+def pack_or_not(forward: LossForward, loaded: LoadedModel, order: StepOrder, tell: Callable[[str], None]) -> StepOrder:
+    """Prove on two rows that this model's rows may share a pass; else let each run alone, and say so.
+
+    Args:
+        forward: the model's forward; changed in place when rows run alone.
+        loaded: the model.
+        order: the steps' samples.
+        tell: called with a sentence for the person.
+
+    Returns:
+        The order that the run takes.
+    """
+    verdict = check_packing(forward, loaded.own_attention, order.samples_of(0))
+    if verdict.packs:
+        return order
+    forward.packs = False
+    if forward.model.config._attn_implementation != loaded.own_attention:
+        forward.model.set_attn_implementation(loaded.own_attention)
+    tell(f"Rows are not packed, each runs alone: {verdict.reason}.")
+    return SingleRows(order)
+
+
+def make_runner(
+    cfg: Config, loaded: LoadedModel, forward: LossForward, data: PreparedData, device: str, tell: Callable[[str], None]
+) -> StepRunner:
+    """Plan the passes of a run and build what computes them.
+
+    Args:
+        cfg: the YAML.
+        loaded: the model on its device.
+        forward: how its loss is computed.
+        data: the encoded data.
+        device: where the model lives, as torch names it.
+        tell: called with a sentence for the person.
+
+    Returns:
+        The runner.
+    """
+    plan = plan_memory(cfg, loaded, data, device)
+    if plan.recompute:
+        turn_on_recompute(loaded.model)
+        tell("Decoder layers are recomputed in the backward pass: the longest row does not fit otherwise.")
+    before_pass = None
+    if cfg.neftune_noise_alpha:
+        before_pass = Neftune(forward.model.get_input_embeddings(), cfg.neftune_noise_alpha).before_pass
+    scale = LossScale.for_run(loaded.precision.loss_scaling)
+    tokens = plan.tokens_per_pass if forward.packs else 1
+    return StepRunner(loaded.model, forward, device, scale, tokens, before_pass, tell)
 
 
 def restore(run: Run, checkpoint: Checkpoint) -> None:
@@ -225,6 +255,9 @@ def finish(run: Run, result: TrainResult) -> None:
         return
     if run.cfg.load_best_model_at_end and run.state.best_step not in (None, run.state.step):
         load_trained_weights(run.model, run.output_dir / f"checkpoint-{run.state.best_step}")
+        run.state.evaluated_at = None  # what was evaluated last is not what is saved
+    if run.cfg.do_eval and run.evals and run.state.evaluated_at != run.state.step:
+        evaluate_all(run)
     with whole_files(run.output_dir) as temporary:
         save_model(temporary, run.model, run.tokenizer)
         verify_weights(temporary)
@@ -294,5 +327,3 @@ def refuse_unknown_tokens(data: PreparedData, loaded: LoadedModel) -> None:
             hint="use the model's own tokenizer, or set `resize_vocab: true`",
             key="model_name_or_path",
         )
-
-

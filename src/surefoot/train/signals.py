@@ -10,11 +10,10 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class StopRequest:
-    """Turns stop signals into a flag while it is entered; a second one interrupts at once.
+    """Turns stop signals into a flag while it is entered; a second one interrupts at once."""
 
-    Attributes:
-        requested: the number of the signal that came, or 0.
-    """
+    requested: int
+    """The number of the signal that came, or 0."""
 
     def __init__(self) -> None:
         self.requested = 0
@@ -25,7 +24,9 @@ class StopRequest:
             self._before = {number: signal.signal(number, self._on_signal) for number in STOP_SIGNALS}
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)  # type: ignore[arg-type]
 

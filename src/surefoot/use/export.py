@@ -144,7 +144,7 @@ def stored_dtype(cfg: Config) -> str:
     """The dtype of the base model's weights; float32 for the rare ones that export knows no other name for."""
     from surefoot.model.source import checkpoint_dtype, model_config
 
-    name = checkpoint_dtype(model_config(cfg), base_path(cfg))
+    name = checkpoint_dtype(model_config(cfg), cfg)
     return name if name in SAVED else "float32"
 
 
