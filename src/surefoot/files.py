@@ -8,7 +8,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +50,7 @@ def write_json(path: Path, content: Any) -> None:
 
 
 @contextlib.contextmanager
-def whole_folder(path: Path) -> Iterator[Path]:
+def whole_folder(path: Path) -> Generator[Path]:
     """Fill a folder that appears under its name only once everything in it is on disk.
 
     Args:
@@ -84,7 +84,7 @@ def whole_folder(path: Path) -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def whole_files(folder: Path) -> Iterator[Path]:
+def whole_files(folder: Path) -> Generator[Path]:
     """Write several files into a folder that already stands; each appears whole, none before all are on disk.
 
     Args:
@@ -114,7 +114,7 @@ def whole_files(folder: Path) -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def only_writer(folder: Path) -> Iterator[None]:
+def only_writer(folder: Path) -> Generator[None]:
     """Hold a folder so that no second process writes into it; the system lets go of it when the process ends.
 
     Args:
@@ -139,7 +139,7 @@ def only_writer(folder: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _locked(folder: Path) -> Iterator[None]:
+def _locked(folder: Path) -> Generator[None]:
     """Lock the folder itself, so that no lock file stays behind (POSIX; elsewhere nothing is locked)."""
     if os.name != "posix":
         yield
@@ -174,7 +174,7 @@ def sync_folder(path: Path) -> None:
 
 
 @contextlib.contextmanager
-def explain_disk_errors(path: Path) -> Iterator[None]:
+def explain_disk_errors(path: Path) -> Generator[None]:
     """Turn the operating system's refusals about `path` into errors that say what to do.
 
     Args:
@@ -191,7 +191,7 @@ def explain_disk_errors(path: Path) -> Iterator[None]:
     except UserError:
         raise
     # Libraries written in Rust (safetensors, tokenizers) report a full disk with exceptions of their own.
-    except Exception as error:  # noqa: BLE001
+    except Exception as error:
         explained = _explain(error, path)
         if explained is None:
             raise
@@ -205,11 +205,13 @@ def _explain(error: Exception, path: Path) -> UserError | None:
     if number in (errno.ENOSPC, errno.EDQUOT):
         return UserError(f"the disk is full: {path} could not be written", hint="free some space, or name another disk")
     if number == errno.EFBIG:
-        return UserError(f"{path} is too large for a file here", hint="raise the limit (ulimit -f), or name another disk")
+        return UserError(
+            f"{path} is too large for a file here", hint="raise the limit (ulimit -f), or name another disk"
+        )
     if number in (errno.EACCES, errno.EPERM, errno.EROFS):
         return UserError(f"no permission to write {path}", hint=elsewhere)
     if number in (errno.ENOTDIR, errno.EEXIST, errno.EISDIR):
-        return UserError(f"{path} cannot be made: a file stands in the way", hint="name another folder")
+        return UserError(f"{path} cannot be made: a file stands where a folder must be", hint="name another folder")
     if number == errno.ENAMETOOLONG:
         return UserError(f"{path} cannot be made: the name is too long", hint="give it a shorter one")
     if number == errno.ENOENT and isinstance(error, OSError) and _is_about(error, path):

@@ -20,7 +20,7 @@ def make_report():
     rows.drop("no answer", [3, 7, 9])
     rows.suspect("control characters", [4])
     rows.truncated.add([11])
-    rows.without_labels.add([12])
+    rows.drop("no trained token", [12])
     runs = [("Q [b]", False), ("A", True)]
     return DataReport(
         train=[rows],
@@ -37,20 +37,24 @@ def test_json_has_the_contracts_keys():
     contract = {
         "rows_read": 20,
         "rows_used": 17,
-        "dropped": {"no answer": 3},
+        "dropped": {"no answer": 3, "no trained token": 1},
         "truncated": 1,
         "without_labels": 1,
         "tokens": 790,
     }
     assert {key: told[key] for key in contract} == contract
-    assert told["lengths"]["max"] == 700 and told["dropped_ids"] == {"no answer": ["d:3", "d:7", "d:9"]}
+    assert told["lengths"]["max"] == 700 and told["dropped_ids"] == {
+        "no answer": ["d:3", "d:7", "d:9"],
+        "no trained token": ["d:12"],
+    }
 
 
 def test_only_more_than_a_tenth_is_loud():
     report = make_report()
-    assert len(report.warnings()) == 2 and "3 of 20 rows (15%) were dropped (no answer: 3)" in report.warnings()[0]
-    report.train[0].read = 30
-    assert ["train no token" in warning for warning in report.warnings()] == [True]
+    told = report.warnings()
+    assert len(told) == 2 and "4 of 20 rows (20%) were dropped (no answer: 3, no trained token: 1)" in told[0]
+    report.train[0].read = 41
+    assert ["without a token to train" in warning for warning in report.warnings()] == [True]
 
 
 @pytest.mark.parametrize("colour", [True, False])

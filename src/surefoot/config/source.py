@@ -67,7 +67,9 @@ def _read_file(path: Path) -> tuple[dict[Any, Any], dict[str, int]]:
         line = error.object[: error.start].count(b"\n") + 1
         raise UserError(f"{path} is not UTF-8 text (line {line})", hint="save it as UTF-8") from error
     except OSError as error:
-        raise UserError(f"{path} cannot be read: {error.strerror}", hint="check the file and its permissions") from error
+        raise UserError(
+            f"{path} cannot be read: {error.strerror}", hint="check the file and its permissions"
+        ) from error
     read = _read_json if path.suffix.lower() == ".json" else _read_yaml
     return read(path, text)
 

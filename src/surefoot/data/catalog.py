@@ -280,7 +280,9 @@ def _read_entry(name: str, written: Any, dataset_dir: str) -> DatasetEntry:
     kind, where = _source(place, entry, dataset_dir)
     if entry.num_samples is not None and entry.num_samples < 1:
         hint = "give a number of rows, or remove num_samples to take them all"
-        raise UserError(f"{place}: num_samples must be at least 1, not {entry.num_samples}", hint=hint, key="dataset_dir")
+        raise UserError(
+            f"{place}: num_samples must be at least 1, not {entry.num_samples}", hint=hint, key="dataset_dir"
+        )
     return DatasetEntry(
         name=name,
         kind=kind,

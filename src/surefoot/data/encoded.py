@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from surefoot.data.sources import RowSource
     from surefoot.data.template import Template
 
-VERSION = 1
+VERSION = 2
 """Part of every fingerprint: to be raised when the same rows become other tokens."""
 CHUNK_CHARACTERS = 4_000_000  # a chunk of long documents holds fewer rows, so that memory stays bounded
 
@@ -164,7 +164,6 @@ def take_notes(notes: RowNotes, block: Block) -> None:
     for kind, row in block.suspicious:
         notes.suspect(kind, [row])
     notes.truncated.add(block.rows[block.cut].tolist())
-    notes.without_labels.add(block.rows[block.trained == 0].tolist())
 
 
 def cut_into_chunks(source: RowSource, first: int | None, wanted: np.ndarray | None) -> Iterator[Chunk]:

@@ -27,8 +27,8 @@ def refuse_unusable(report: DataReport, has_training_set: bool, cfg: Config) -> 
     """
     groups = [("dataset", report.train)] if has_training_set else []
     for key, group in [*groups, ("eval_dataset", report.evals)] if report.evals else groups:
-        _refuse_empty(key, group)
         _refuse_unlabelled(key, group, cfg)
+        _refuse_empty(key, group)
     if has_training_set and not report.streaming and not len(report.lengths):
         raise UserError(
             f"packing left no training item: the rows have {sum(n.tokens for n in report.train):,} tokens together,"
@@ -58,9 +58,10 @@ def _refuse_empty(key: str, group: list[RowNotes]) -> None:
 
 
 def _refuse_unlabelled(key: str, group: list[RowNotes], cfg: Config) -> None:
-    if any(notes.trained for notes in group):
+    unlabelled = [notes for notes in group if notes.without_labels.count]
+    if any(notes.used for notes in group) or not unlabelled:
         return
-    example = next(notes.without_labels.ids(notes.name)[0] for notes in group if notes.without_labels.count)
+    example = unlabelled[0].without_labels.ids(unlabelled[0].name)[0]
     raise UserError(
         f"no row has a token to train on: all labels are masked (for instance {example})",
         hint=f"raise cutoff_len ({cfg.cutoff_len}): it may cut the answers off; or shorten the prompts",

@@ -34,6 +34,9 @@ class Listed:
         return [f"{name}:{row}" for row in self.rows]
 
 
+NO_TRAINED_TOKEN = "no trained token"
+
+
 @dataclass
 class RowNotes:
     """What became of the rows of one dataset.
@@ -46,7 +49,6 @@ class RowNotes:
         trained: their tokens that carry loss.
         dropped: rows that cannot be used, by reason.
         truncated: rows longer than cutoff_len, which lost tokens.
-        without_labels: rows in which no token is trained.
         suspicious: rows with characters that rarely belong into text, by kind.
     """
 
@@ -57,7 +59,6 @@ class RowNotes:
     trained: int = 0
     dropped: dict[str, Listed] = field(default_factory=dict)
     truncated: Listed = field(default_factory=Listed)
-    without_labels: Listed = field(default_factory=Listed)
     suspicious: dict[str, Listed] = field(default_factory=dict)
 
     def drop(self, reason: str, rows: Iterable[int]) -> None:
@@ -67,6 +68,11 @@ class RowNotes:
     def suspect(self, kind: str, rows: Iterable[int]) -> None:
         """Note rows with suspicious characters."""
         self.suspicious.setdefault(kind, Listed()).add(rows)
+
+    @property
+    def without_labels(self) -> Listed:
+        """Those of the dropped rows in which no token would be trained."""
+        return self.dropped.get(NO_TRAINED_TOKEN, Listed())
 
     @property
     def dropped_count(self) -> int:
@@ -81,7 +87,7 @@ class RowNotes:
     def from_json(cls, kept: dict[str, Any]) -> RowNotes:
         """Read back what `to_json` gave."""
         notes = cls(**kept)
-        notes.truncated, notes.without_labels = Listed(**kept["truncated"]), Listed(**kept["without_labels"])
+        notes.truncated = Listed(**kept["truncated"])
         notes.dropped = {reason: Listed(**listed) for reason, listed in kept["dropped"].items()}
         notes.suspicious = {kind: Listed(**listed) for kind, listed in kept["suspicious"].items()}
         return notes

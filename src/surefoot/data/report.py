@@ -67,7 +67,7 @@ class DataReport:
                     )
             if rows.without_labels.count:
                 loud.append(
-                    f"dataset '{rows.name}': {_rows(rows.without_labels.count)} train no token"
+                    f"dataset '{rows.name}': {_rows(rows.without_labels.count)} without a token to train, dropped"
                     f" ({_first_ids(rows.without_labels, rows.name)})"
                 )
         return loud
@@ -144,7 +144,7 @@ class DataReport:
     def _render_ids(self, console: Console) -> None:
         for rows in [*self.train, *self.evals]:
             kinds: list[tuple[str, Listed]] = [(f"dropped, {why}", listed) for why, listed in rows.dropped.items()]
-            kinds += [("cut", rows.truncated), ("no trained token", rows.without_labels)]
+            kinds.append(("cut", rows.truncated))
             kinds += list(rows.suspicious.items())
             for what, listed in kinds:
                 if listed.count:

@@ -12,6 +12,7 @@ from surefoot.data.catalog import DatasetEntry
 from surefoot.data.converters import Convert, make_converter
 from surefoot.data.encode import Dropped, EncodedRow, EncodeSettings, encode_batch
 from surefoot.data.messages import Example, RowProblem
+from surefoot.data.notes import NO_TRAINED_TOKEN
 from surefoot.data.pretrain import encode_documents
 from surefoot.data.suspicious import find_suspicious, is_unwritable, texts_of
 from surefoot.data.template import Template
@@ -99,6 +100,9 @@ class RowEncoder:
         for result in self._tokenize(examples):
             if isinstance(result, Dropped):
                 dropped.append((result.reason, row_number(result.row_id)))
+            elif not result.trained:
+                # It would add nothing to a token mean, and a step of such rows alone would have no mean at all.
+                dropped.append((NO_TRAINED_TOKEN, row_number(result.row_id)))
             else:
                 usable.append(result)
         return Block(

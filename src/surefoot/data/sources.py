@@ -119,7 +119,9 @@ class FileSource:
 
 def _unreadable(what: str, error: OSError) -> UserError:
     reason = error.strerror or error
-    return UserError(f"{what} cannot be read: {reason}", hint="check that it is there and readable for you", key="dataset")
+    return UserError(
+        f"{what} cannot be read: {reason}", hint="check that it is there and readable for you", key="dataset"
+    )
 
 
 @dataclass(frozen=True)
@@ -207,8 +209,8 @@ def _find_files(entry: DatasetEntry) -> tuple[Path, ...]:
         kinds = sorted({f.suffix.lower() for f in files})
         if not files:
             raise UserError(
-            f"dataset '{entry.name}': the folder {path} has no files", hint="put files of rows there", key="dataset"
-        )
+                f"dataset '{entry.name}': the folder {path} has no files", hint="put files of rows there", key="dataset"
+            )
         if len(kinds) > 1:
             raise UserError(
                 f"dataset '{entry.name}': the folder {path} mixes {', '.join(k or 'no extension' for k in kinds)}",
