@@ -3,7 +3,7 @@
 Both train the same adapter on the same rows in the same order, on the CPU, in one process, taking turns. The peer is
 given its best setting (no gradient checkpointing, which LLaMA-Factory turns on) and its usual one beside it.
 
-    python benchmarks/cpu_quickstart.py [--steps 8] [--rounds 3]
+    python benchmarks/cpu_quickstart.py [--steps 8] [--rounds 3] [key=value ...]
 """
 
 from __future__ import annotations
@@ -90,8 +90,10 @@ def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("overrides", nargs="*", help="key=value, over the YAML, for both")
     options = parser.parse_args()
-    cfg = load_config(ROOT / "examples/quickstart.yaml", [f"dataset_dir={ROOT}/examples/quickstart/rows"])
+    rows = f"dataset_dir={ROOT}/examples/quickstart/rows"
+    cfg = load_config(ROOT / "examples/quickstart.yaml", [rows, *options.overrides])
     tokenizer = load_tokenizer(cfg)
     from surefoot.data.template import get_template
 
@@ -113,7 +115,8 @@ def main() -> int:
             times[name].append(seconds)
     best = {name: min(values) for name, values in times.items()}
     print(
-        f"\n{options.steps} optimizer steps, {tokens} real tokens, {torch.get_num_threads()} threads, best of {options.rounds}"
+        f"\n{cfg.per_device_train_batch_size} a micro-batch x {cfg.gradient_accumulation_steps}, {options.steps} steps, "
+        f"{tokens} real tokens, {torch.get_num_threads()} threads, best of {options.rounds}"
     )
     print(f"{'path':32} {'s':>7} {'tokens/s':>9} {'ours is':>8}  first and last loss")
     for name, seconds in best.items():

@@ -192,13 +192,22 @@ def explain_disk_errors(path: Path) -> Generator[None]:
         raise
     # Libraries written in Rust (safetensors, tokenizers) report a full disk with exceptions of their own.
     except Exception as error:
-        explained = _explain(error, path)
+        explained = explain_error(error, path)
         if explained is None:
             raise
         raise explained from error
 
 
-def _explain(error: Exception, path: Path) -> UserError | None:
+def explain_error(error: Exception, path: Path) -> UserError | None:
+    """Say in words what the operating system refused.
+
+    Args:
+        error: an OSError, or what a library made of one.
+        path: what was being written.
+
+    Returns:
+        The error for the person; None when it is about something else.
+    """
     in_words = re.search(r"\(os error (\d+)\)", str(error))
     number = error.errno if isinstance(error, OSError) else int(in_words.group(1)) if in_words else None
     elsewhere = "name a folder that you may write to"
@@ -213,7 +222,7 @@ def _explain(error: Exception, path: Path) -> UserError | None:
     if number in (errno.ENOTDIR, errno.EEXIST, errno.EISDIR):
         return UserError(f"{path} cannot be made: a file stands where a folder must be", hint="name another folder")
     if number == errno.ENAMETOOLONG:
-        return UserError(f"{path} cannot be made: the name is too long", hint="give it a shorter one")
+        return UserError(f"{path}: the name is too long", hint="give it a shorter one")
     if number == errno.ENOENT and isinstance(error, OSError) and _is_about(error, path):
         return UserError(f"{path} cannot be written: {error.filename} is not there", hint=elsewhere)
     return None

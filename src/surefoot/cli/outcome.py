@@ -14,7 +14,7 @@ from pathlib import Path
 import typer
 
 from surefoot.errors import UserError, WorkError
-from surefoot.files import write_text
+from surefoot.files import explain_error, write_text
 
 INTERRUPTED = 130
 """What a shell reports for a program that Ctrl-C ended."""
@@ -67,6 +67,10 @@ def exit_codes(*, debug: bool) -> Generator[CrashPlace]:
         raise
     # The last line of defence: whatever nobody foresaw becomes one line and a file, not a screen of frames.
     except Exception as error:  # noqa: BLE001
+        refused = explain_error(error, Path(str(error.filename))) if isinstance(error, OSError) else None
+        if refused is not None and not debug:
+            print(f"error: {refused}", file=sys.stderr)
+            raise typer.Exit(refused.exit_code) from None
         where = "below" if debug else f"in {_keep_traceback(place.path)}"
         print(f"error: unexpected {type(error).__name__}: {_first_line(error)} (traceback {where})", file=sys.stderr)
         if debug:

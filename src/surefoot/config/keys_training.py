@@ -69,8 +69,8 @@ class TrainingKeys(Keys):
     fp8_backend: str = accepted("auto", "What computes in FP8.", why.only_with("fp8"))
     fp8_enable_fsdp_float8_all_gather: bool = accepted(False, "Gather in FP8.", why.only_with("fp8"))
 
-    seed: int = works(42, "Random seed.", ge=0)
-    data_seed: int | None = works(None, "Seed of the order of samples; default: `seed`.", ge=0)
+    seed: int = works(42, "Random seed.", ge=0, le=2**32 - 1)
+    data_seed: int | None = works(None, "Seed of the order of samples; default: `seed`.", ge=0, le=2**32 - 1)
     full_determinism: bool = works(False, "Deterministic algorithms only; slower.")
     use_cpu: bool = works(False, "The same as `device: cpu`.")
     no_cuda: bool = works(False, "Old name of `use_cpu`.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,7 @@ def resolve(values: Values, given: Values, purpose: Purpose, source: Path | None
         What the person should be told about it.
     """
     warnings: list[Problem] = []
+    _home_folders(values)
     _precision(values, warnings)
     _same_thing_twice(values, given, warnings)
     _counts(values)
@@ -54,6 +56,17 @@ def resolve(values: Values, given: Values, purpose: Purpose, source: Path | None
     if purpose == "export" and not values["export_dir"]:
         values["export_dir"] = values["output_dir"].rstrip("/\\") + "-merged"
     return warnings
+
+
+def _home_folders(values: Values) -> None:
+    """Expand a leading ~, which a shell leaves alone inside a YAML."""
+    keys = ("model_name_or_path", "output_dir", "export_dir", "dataset_dir", "tokenized_path", "cache_dir")
+    for key in (*keys, "resume_from_checkpoint", "logging_dir"):
+        if isinstance(values.get(key), str) and values[key].startswith("~"):
+            values[key] = os.path.expanduser(values[key])  # noqa: PTH111  (a Path would drop a last slash)
+    if values["adapter_name_or_path"]:
+        adapters = values["adapter_name_or_path"]
+        values["adapter_name_or_path"] = [os.path.expanduser(path) for path in adapters]  # noqa: PTH111
 
 
 def default_output_dir(model: str | None, finetuning_type: str, source: Path | None) -> str:

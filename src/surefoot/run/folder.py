@@ -90,6 +90,20 @@ class RunFolder:
             return False
         return (self.path / "README.md").exists() and results.get("train_steps") == steps
 
+    def _spare_what_it_starts_from(self, cfg: Config) -> None:
+        """Refuse to write over the model or, when the folder is emptied, over the adapter that a run starts from."""
+        inputs = [("model_name_or_path", cfg.model_name_or_path)]
+        if cfg.overwrite_output_dir:
+            inputs += [("adapter_name_or_path", path) for path in cfg.adapter_name_or_path or []]
+        own = self.path.resolve()
+        for key, name in inputs:
+            if name and Path(name).is_dir() and own in (Path(name).resolve(), *Path(name).resolve().parents[:1]):
+                raise UserError(
+                    f"{self.path} holds what the run starts from ({key}: {name}), which it would destroy",
+                    hint="name another output_dir",
+                    key="output_dir",
+                )
+
     def check(self, cfg: Config) -> None:
         """Prove that the run may write here before any work is spent on it; leaves nothing behind.
 
@@ -107,6 +121,7 @@ class RunFolder:
                 hint="name another output_dir, or set `overwrite_output_dir: true` to replace that result",
                 key="output_dir",
             )
+        self._spare_what_it_starts_from(cfg)
         # The deepest folder first, so that they can be removed in this order.
         missing = [folder for folder in (self.path, *self.path.parents) if not folder.exists()]
         probe = self.path / f".surefoot.{os.getpid()}.tmp"

@@ -68,6 +68,9 @@ class Progress(QuietListener):
     def finished(self, result: TrainResult) -> None:
         """Close the bar and sum up."""
         self.close()
+        if result.loss is None:
+            self._print(f"Nothing left to do: the run was over after {result.steps} steps.")
+            return
         how = {"signal": "stopped by a signal", "early stopping": "stopped early"}.get(result.stopped_by, "done")
         time = timedelta(seconds=round(result.seconds))
         rate = f", {result.tokens / result.seconds:,.0f} tokens/s" if result.seconds > 0 else ""

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from surefoot.data.messages import Message
+from surefoot.errors import WorkError
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedTokenizerBase
@@ -158,9 +159,20 @@ def generate(
         generation: how.
         show: gets the text piece by piece.
         skip_special_tokens: leave marks such as the end of a turn out of the text.
+
+    Raises:
+        WorkError: the model's scores are NaN.
     """
     import torch
-    from transformers import TextStreamer
+    from transformers import LogitsProcessorList, TextStreamer
+
+    def refuse_nan(_: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        if torch.isnan(scores).any():
+            raise WorkError(
+                "the model's answer is not a number (NaN)",
+                hint="the adapter or its base model is damaged, or needs infer_dtype=float32",
+            )
+        return scores
 
     class Stream(TextStreamer):
         def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
@@ -175,7 +187,11 @@ def generate(
     try:
         with torch.inference_mode():
             output = model.generate(
-                input_ids=ids, attention_mask=torch.ones_like(ids), generation_config=generation, streamer=stream
+                input_ids=ids,
+                attention_mask=torch.ones_like(ids),
+                generation_config=generation,
+                streamer=stream,
+                logits_processor=LogitsProcessorList([refuse_nan]),
             )
     except KeyboardInterrupt:
         if stream is not None:

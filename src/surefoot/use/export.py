@@ -91,10 +91,14 @@ def export_model(cfg: Config, say: Callable[[str], None]) -> Export:
         del merged
         saved, finite = reload(temporary, device, cfg, computed)
         check = compare_logits(reference, logits_of(saved, prompts), base, saved=wanted, computed=computed)
-        if not finite or not check.ok:
+        if not finite:
             raise WorkError(
-                f"the exported model is not the model that was trained: {check}"
-                + ("" if finite else "; some of its weights are not finite"),
+                "weights of the merged model are not finite (NaN or infinity)",
+                hint="nothing was exported. The adapter or its base model is damaged: use an earlier checkpoint",
+            )
+        if not check.ok:
+            raise WorkError(
+                f"the exported model is not the model that was trained: {check}",
                 hint="nothing was exported. Try `infer_dtype: float32`; if that fails too, please report it",
             )
         write_json(temporary / REPORT, {"merge_check": check.to_json()})

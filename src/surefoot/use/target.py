@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -65,11 +66,16 @@ def find_target(folder: Path) -> Target:
                 f"{folder} holds an adapter, but not the settings that it was trained with (surefoot/resolved.yaml)",
                 hint=f"name a YAML with model_name_or_path and template, and add adapter_name_or_path={folder}",
             )
-        return Target(resolved, (f"adapter_name_or_path={folder}",))
+        return Target(resolved, (f"adapter_name_or_path=[{_quoted(folder)}]", f"output_dir={_quoted(folder)}"))
     if (folder / "config.json").is_file():
         # What is merged or fully trained is a model of its own: the run's base and adapter are in it already.
-        own = (f"model_name_or_path={folder}", "adapter_name_or_path=null")
-        return Target(resolved, own) if resolved else Target(None, own[:1])
+        own = (f"model_name_or_path={_quoted(folder)}", "adapter_name_or_path=null", f"output_dir={_quoted(folder)}")
+        return Target(resolved, own) if resolved else Target(None, (own[0], own[2]))
     if resolved is not None:
         raise UserError(f"the run in {folder} has not saved a model yet", hint="wait for it, or resume its training")
     raise UserError(f"{folder} holds neither an adapter nor a model", hint="name a run directory or a YAML")
+
+
+def _quoted(folder: Path) -> str:
+    """Write a path so that no character of it means anything to YAML: a folder may be called `null` or `a,b`."""
+    return json.dumps(str(folder), ensure_ascii=False)
