@@ -192,22 +192,13 @@ def explain_disk_errors(path: Path) -> Generator[None]:
         raise
     # Libraries written in Rust (safetensors, tokenizers) report a full disk with exceptions of their own.
     except Exception as error:
-        explained = explain_error(error, path)
+        explained = _explain(error, path)
         if explained is None:
             raise
         raise explained from error
 
 
-def explain_error(error: Exception, path: Path) -> UserError | None:
-    """Say in words what the operating system refused.
-
-    Args:
-        error: an OSError, or what a library made of one.
-        path: what was being written.
-
-    Returns:
-        The error for the person; None when it is about something else.
-    """
+def _explain(error: Exception, path: Path) -> UserError | None:
     in_words = re.search(r"\(os error (\d+)\)", str(error))
     number = error.errno if isinstance(error, OSError) else int(in_words.group(1)) if in_words else None
     elsewhere = "name a folder that you may write to"

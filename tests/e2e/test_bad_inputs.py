@@ -432,7 +432,7 @@ def test_a_run_directory_that_cannot_be(job, place):
         "below /proc": Path("/proc/surefoot/run"),
         "a name too long": job.folder / ("x" * 300),
     }[place]
-    refused(job.set(output_dir=str(path)), str(path))
+    refused(job.set(output_dir=str(path)), "output_dir" if len(path.name) > 255 else str(path))
 
 
 def test_a_run_directory_that_another_run_writes_into(job):

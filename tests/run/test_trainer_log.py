@@ -115,3 +115,26 @@ def test_a_failed_run_logs_what_was_waiting(tmp_path):
     log.stepped(step(1, 2.0))
     log.failed()
     assert [(e["current_steps"], e["loss"]) for e in strict_lines(tmp_path / "log")] == [(1, 2.0)]
+
+
+def test_an_evaluation_that_a_killed_process_had_logged_is_not_logged_twice(tmp_path):
+    first = make(tmp_path / "log", every=10)
+    first.started(facts())
+    for number in range(1, 11):
+        first.stepped(step(number))
+    first.evaluated(evaluation(10, 0.5))
+    again = make(tmp_path / "log", every=10)
+    again.started(facts(resumed_from=10))
+    again.evaluated(evaluation(10, 0.5))
+    again.finished(result())
+    lines = strict_lines(tmp_path / "log")
+    assert [("loss" in line, "eval_loss" in line) for line in lines] == [(True, False), (False, True), (False, False)]
+
+
+def test_a_stopped_run_has_no_closing_line(tmp_path):
+    log = make(tmp_path / "log", every=2)
+    log.started(facts())
+    log.stepped(step(1))
+    log.stepped(step(2))
+    log.finished(result(2, stopped_by="signal"))
+    assert len(strict_lines(tmp_path / "log")) == 1

@@ -205,3 +205,12 @@ def test_the_state_is_plain_json(settings, start):
     state = json.loads((out / "checkpoint-4" / "surefoot" / "state.json").read_text())
     assert state["step"] == 4
     assert state["samples"] == 16
+
+
+def test_what_a_killed_process_left_is_swept_and_a_replaced_checkpoint_comes_back(tmp_path):
+    for name in (".checkpoint-4.7.old", ".checkpoint-6.7.old", "checkpoint-6", ".checkpoint-8.7.tmp", ".writing.7.tmp"):
+        (tmp_path / name).mkdir()
+    (tmp_path / ".trainer_state.json.7.tmp").touch()
+    (tmp_path / ".gitignore").touch()
+    checkpoint_module.sweep(tmp_path)
+    assert sorted(p.name for p in tmp_path.iterdir()) == [".gitignore", "checkpoint-4", "checkpoint-6"]

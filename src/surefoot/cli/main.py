@@ -7,6 +7,7 @@ import typer
 from surefoot import __version__
 from surefoot.cli.chat import chat
 from surefoot.cli.check import check
+from surefoot.cli.doctor import doctor
 from surefoot.cli.env import env
 from surefoot.cli.export import export
 from surefoot.cli.request import PASS_THROUGH
@@ -26,6 +27,7 @@ app.command(context_settings=PASS_THROUGH)(train)
 app.command(context_settings=PASS_THROUGH)(check)
 app.command(context_settings=PASS_THROUGH)(chat)
 app.command(context_settings=PASS_THROUGH)(export)
+app.command()(doctor)
 app.command()(env)
 app.command()(version)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import sys
 import tempfile
@@ -14,7 +15,12 @@ from pathlib import Path
 import typer
 
 from surefoot.errors import UserError, WorkError
-from surefoot.files import explain_error, write_text
+from surefoot.files import write_text
+
+SYSTEM_REFUSALS = (
+    errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.ENAMETOOLONG, errno.ELOOP,
+)  # fmt: skip
+"""What the operating system refuses because of the request, not because of a mistake of ours."""
 
 INTERRUPTED = 130
 """What a shell reports for a program that Ctrl-C ended."""
@@ -67,10 +73,10 @@ def exit_codes(*, debug: bool) -> Generator[CrashPlace]:
         raise
     # The last line of defence: whatever nobody foresaw becomes one line and a file, not a screen of frames.
     except Exception as error:  # noqa: BLE001
-        refused = explain_error(error, Path(str(error.filename))) if isinstance(error, OSError) else None
-        if refused is not None and not debug:
-            print(f"error: {refused}", file=sys.stderr)
-            raise typer.Exit(refused.exit_code) from None
+        if isinstance(error, OSError) and error.errno in SYSTEM_REFUSALS and not debug:
+            print(f"error: {error.filename or 'the output'}: {error.strerror}", file=sys.stderr)
+            print("  -> check the name, your permissions there and the space on that disk", file=sys.stderr)
+            raise typer.Exit(UserError.exit_code) from None
         where = "below" if debug else f"in {_keep_traceback(place.path)}"
         print(f"error: unexpected {type(error).__name__}: {_first_line(error)} (traceback {where})", file=sys.stderr)
         if debug:

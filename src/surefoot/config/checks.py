@@ -25,6 +25,7 @@ def contradictions(values: Values, given: Values, purpose: Purpose) -> Iterator[
     if not values["model_name_or_path"]:
         hint = "name a folder, a hub id, or demo:smollm2-135m-instruct"
         yield Problem("is missing: which model?", hint, key="model_name_or_path")
+    yield from _long_names(values)
     yield from _adapters(values)
     yield from _device(values, given)
     if purpose in TRAIN:
@@ -35,6 +36,16 @@ def contradictions(values: Values, given: Values, purpose: Purpose) -> Iterator[
         yield from _evaluation(values)
     if purpose == "chat" and values["do_sample"] and values["temperature"] == 0:
         yield Problem("is 0, which nothing can be drawn with", "set `do_sample: false` instead", key="temperature")
+
+
+def _long_names(values: Values) -> Iterator[Problem]:
+    """No file system has names of more than 255 bytes; asking one for such a file is an error of its own."""
+    keys = ("model_name_or_path", "output_dir", "export_dir", "dataset_dir", "tokenized_path", "resume_from_checkpoint")
+    named = [(key, values[key]) for key in keys]
+    named += [(key, name) for key in ("dataset", "eval_dataset", "adapter_name_or_path") for name in values[key] or []]
+    for key, name in named:
+        if isinstance(name, str) and max(len(part.encode("utf-8", "replace")) for part in name.split("/")) > 255:
+            yield Problem(f"holds a name of more than 255 bytes: {name[:40]}…", "give it a shorter one", key=key)
 
 
 def _adapters(values: Values) -> Iterator[Problem]:

@@ -113,7 +113,8 @@ def _limit(finding: Any) -> str | None:
     value = finding["input"]
     if finding["type"] in LIMITS:
         name, text = LIMITS[finding["type"]]
-        return text.format(limit=f"{finding['ctx'][name]:g}", value=shown(value))
+        limit = finding["ctx"][name]
+        return text.format(limit=f"{limit:g}" if abs(limit) < 1e6 else f"{limit:.0f}", value=shown(value))
     if finding["type"] == "finite_number":
         return f"must be a finite number, but is {shown(value)}"
     if finding["type"] == "string_pattern_mismatch":

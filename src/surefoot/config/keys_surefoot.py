@@ -30,6 +30,11 @@ class SurefootKeys(Keys):
     device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$")] = works(
         "auto", "Where to compute: auto, cpu, cuda (AMD or NVIDIA) or cuda:N.", purposes=ALWAYS
     )
+    workarounds: bool = works(
+        True,
+        "Work around known defects of this machine before torch starts; each is said and recorded.",
+        purposes=TRAIN,
+    )
     strict_data: bool = works(
         False, "Make it an error when more than a tenth of the rows is dropped or cut.", purposes=TRAIN
     )

@@ -392,6 +392,7 @@ SUREFOOT = {
     "memory": "一次前向与反向可容纳的词元数；`auto` 按设备规划。",
     "packing_mode": "同一包中的样本是否互相可见。",
     "device": "在哪里计算：auto、cpu、cuda（AMD 或 NVIDIA）或 cuda:N。",
+    "workarounds": "在 torch 启动前规避本机的已知缺陷；每一项都会说明并记录。",
     "strict_data": "超过十分之一的行被丢弃或截断时报错。",
     "resume_anyway": "即使数据或设置与检查点不同也继续。",
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -77,10 +78,13 @@ def load_adapters(model: PreTrainedModel, paths: list[str], cfg: Config, *, trai
         last = place == len(paths) - 1
         check_adapter_folder(path, cfg.adapter_folder)
         try:
-            wrapped = PeftModel.from_pretrained(
-                merged, path, is_trainable=trainable and last, subfolder=cfg.adapter_folder,
-                cache_dir=cfg.cache_dir, token=cfg.hf_hub_token,
-            )  # fmt: skip
+            with warnings.catch_warnings():
+                # Missing weights are an error here, and said as one below.
+                warnings.filterwarnings("ignore", "Found missing adapter keys")
+                wrapped = PeftModel.from_pretrained(
+                    merged, path, is_trainable=trainable and last, subfolder=cfg.adapter_folder,
+                    cache_dir=cfg.cache_dir, token=cfg.hf_hub_token,
+                )  # fmt: skip
         # As PEFT reports missing files, other shapes, and a configuration with parts missing or unknown.
         except (OSError, ValueError, RuntimeError, TypeError, KeyError, AttributeError) as error:
             raise UserError(

@@ -32,6 +32,7 @@ def check_job(cfg: Config, console: Console | None) -> dict[str, Any]:
     _try(errors, lambda: wanted_trackers(cfg))
     _try(errors, lambda: RunFolder.of(cfg).check(cfg))
     device = _try(errors, lambda: _device(cfg))
+    _try(errors, lambda: _start(cfg))
     data = _try(errors, lambda: _data(cfg, console)) or {}
     plan: dict[str, Any] = {}
     if data:
@@ -63,6 +64,19 @@ def _device(cfg: Config) -> str:
     from surefoot.machine.device import choose_device
 
     return choose_device(cfg.device).device
+
+
+def _start(cfg: Config) -> None:
+    """Look at what the run starts from beside its model: adapters and a named checkpoint."""
+    if cfg.adapter_name_or_path:
+        from surefoot.model.adapters import check_adapter_folder
+
+        for path in cfg.adapter_name_or_path:
+            check_adapter_folder(path, cfg.adapter_folder)
+    if isinstance(cfg.resume_from_checkpoint, str):
+        from surefoot.train.resume import choose_checkpoint
+
+        choose_checkpoint(cfg, RunFolder.of(cfg).path, lambda _: None)
 
 
 def _data(cfg: Config, console: Console | None) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from surefoot.run.progress import Progress
 from surefoot.run.prompts import load_prompts
 from surefoot.run.record import RunRecord, log_window
 from surefoot.run.trackers import Trackers, start_trackers, wanted_trackers
+from surefoot.run.workarounds import apply_plan, environment_record, plan_for
 from surefoot.train.events import TrainResult
 
 if TYPE_CHECKING:
@@ -56,7 +58,7 @@ class JobResult:
 
 
 def run_job(cfg: Config, console: Console) -> JobResult:
-    """Run a training job.
+    """Run a training job. Nothing may have imported torch before: workarounds change what it reads at its start.
 
     Args:
         cfg: the settings.
@@ -76,6 +78,9 @@ def run_job(cfg: Config, console: Console) -> JobResult:
 
     folder = RunFolder.of(cfg)
     tell_settings(cfg, say)
+    cfg, applied = apply_plan(plan_for(cfg), cfg, os.environ)
+    for entry in applied:
+        say(entry["line"])
     trackers_wanted = wanted_trackers(cfg)
     if trackers_wanted:
         say(f"Trackers: {', '.join(trackers_wanted)}.")
@@ -95,7 +100,7 @@ def run_job(cfg: Config, console: Console) -> JobResult:
     for note in loaded.notes:
         say(note)
 
-    record = RunRecord(cfg, folder, data.report.to_json())
+    record = RunRecord(cfg, folder, data.report.to_json(), environment_record(applied, os.environ))
     progress = Progress(console)
     trackers = Trackers(start_trackers(cfg, folder.path), log_window(cfg), say)
     try:

@@ -29,18 +29,22 @@ class RunRecord(QuietListener):
 
     plots: list[Path]
 
-    def __init__(self, cfg: Config, folder: RunFolder, data_report: dict[str, Any]) -> None:
+    def __init__(
+        self, cfg: Config, folder: RunFolder, data_report: dict[str, Any], environment: dict[str, Any] | None = None
+    ) -> None:
         """Take what the files will say.
 
         Args:
             cfg: the run's settings.
             folder: where to write.
             data_report: what became of the rows, as `DataReport.to_json` gives it.
+            environment: the workarounds and the variables that the process got, as `environment_record` gives them.
         """
         self.plots = []
         self._cfg = cfg
         self._folder = folder
         self._data_report = data_report
+        self._environment = environment or {}
         self._log = TrainerLog(folder.trainer_log, log_window(cfg))
         self._evaluations = Evaluations(stage=cfg.stage)
         self._facts: RunFacts | None = None
@@ -51,7 +55,7 @@ class RunRecord(QuietListener):
         if facts.resumed_from == 0:
             self._folder.clear_results()
         write_text(self._folder.resolved_yaml, self._cfg.to_yaml())
-        write_json(self._folder.machine_json, snapshot(with_torch=True))
+        write_json(self._folder.machine_json, snapshot(with_torch=True) | self._environment)
         write_json(self._folder.data_report, self._data_report)
         self._log.started(facts)
 

@@ -220,6 +220,10 @@ def remove_weights(output_dir: Path) -> list[str]:
 
 def sweep(output_dir: Path) -> None:
     """Remove what a killed run left half written, in the folder itself and in its `surefoot/`."""
+    for replaced in output_dir.glob(".checkpoint-*.old"):
+        name = replaced.name.split(".")[1]
+        if not (output_dir / name).exists():  # killed between taking the old one away and putting the new one there
+            replaced.rename(output_dir / name)
     for leftover in [*output_dir.glob(".*"), *(output_dir / "surefoot").glob(".*")]:
         if leftover.is_dir() and leftover.name.startswith((".checkpoint-", ".writing.")):
             shutil.rmtree(leftover, ignore_errors=True)

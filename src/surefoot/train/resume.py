@@ -66,8 +66,9 @@ def choose_checkpoint(cfg: Config, output_dir: Path, tell: Callable[[str], None]
     folders = [] if wanted is False else find_checkpoints(output_dir)
     if wanted is not True and (cfg.overwrite_output_dir or not folders):
         if not cfg.overwrite_output_dir and any(output_dir.glob("*.safetensors")):
+            why = ", which a new run would replace" if wanted is False else " and no checkpoint to go on from"
             raise UserError(
-                f"{output_dir} already holds trained weights and no checkpoint to go on from",
+                f"{output_dir} already holds trained weights{why}",
                 hint="name another output_dir, or set `overwrite_output_dir: true`",
                 key="output_dir",
             )
