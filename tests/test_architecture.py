@@ -175,11 +175,11 @@ def tracked_text() -> list[Path]:
     return [ROOT / name for name in listed.stdout.splitlines() if Path(name).suffix in kept and (ROOT / name).is_file()]
 
 
-# Written in pieces, so that this file does not find itself. Alice and Bob are nobody: the machines in tests are theirs.
+# Written in pieces, so that this file does not find itself. `trainer` is the user of the machines in tests.
 PARTS = (
     "/" + "root/",
     "/" + "work/",
-    "/home/" + r"(?!alice|bob)\w+/",
+    "/home/" + r"(?!trainer)\w+/",
     *(f"{name}[.]org" for name in ("py" + "pi", "npm" + "js")),
 )
 PLACES = re.compile("|".join((*PARTS, "pythonhosted" + "[.]org")))

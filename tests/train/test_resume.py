@@ -53,7 +53,7 @@ KINDS = [
 
 
 @pytest.mark.parametrize("changes", KINDS)
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_stopped_by_a_signal_and_resumed_equals_straight(settings, start, tmp_path, monkeypatch, changes, number):
     settings |= changes | {"num_train_epochs": 2.0}
     straight, _ = start(settings)

@@ -78,7 +78,7 @@ def attention(device: str, backend: str) -> dict[str, Any]:
     tried = [x.to(device).requires_grad_() for x in inputs]
     try:
         with sdpa_kernel(getattr(SDPBackend, backend)):
-            got = attend(*tried, is_causal=True)
+            got = attend(tried[0], tried[1], tried[2], is_causal=True)
             got.sum().backward()
     except RuntimeError as error:
         if "No available kernel" in str(error) or "No viable backend" in str(error):

@@ -158,7 +158,7 @@ def stopped_event(check: StepCheck, findings: dict[str, Any]) -> dict[str, Any]:
 
 def _hint(findings: dict[str, Any]) -> str:
     if findings["weights"]:
-        return "the weights were bad before this step: check the checkpoint they came from"
+        return "they were loaded so, or the update before made them so: check the checkpoint, then learning_rate"
     return "the last checkpoint is untouched; `compute_dtype: float32` tells whether number range is the cause"
 
 

@@ -19,9 +19,9 @@ def decode_target(number: int) -> str:
         `gfx` + major + minor + step, the step as one hex digit (90010 gives gfx90a); empty if it fits no name.
     """
     major, minor, step = number // 10000, number // 100 % 100, number % 100
-    if not (0 < major < 64 and minor < 16 and step < 16):
+    if not (0 < major < 64 and minor < 10 and step < 16):
         return ""
-    return f"gfx{major}{minor:x}{step:x}"
+    return f"gfx{major}{minor}{step:x}"
 
 
 def encode_target(gfx: str) -> int:
@@ -67,7 +67,7 @@ def parse_override(value: str) -> str:
     major, minor, step = (int(part) for part in found.groups())
     if major > 63 or minor > 255 or step > 255:
         return ""
-    return f"gfx{major}{minor:x}{step:x}"
+    return f"gfx{major}{minor}{step:x}"
 
 
 def split_targets(value: str) -> list[str]:

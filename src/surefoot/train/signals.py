@@ -1,4 +1,4 @@
-"""SIGINT and SIGTERM ask a run to save and stop after the step that it is in."""
+"""SIGINT, SIGTERM and a lost terminal (SIGHUP) ask a run to save and stop after the step that it is in."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import signal
 import threading
 from types import FrameType, TracebackType
 
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+STOP_SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
 
 
 class StopRequest:

@@ -130,7 +130,8 @@ def _flavour(version: str, without_tag: str) -> str:
     return "cpu" if tag == "cpu" or (not tag and without_tag == "cpu") else (tag or without_tag)
 
 
-_SHADOWS = ("EXTRA_INDEX_URL", "FIND_LINKS", "CONSTRAINT", "INDEX_URL")
+# The index that pip asks when nothing is configured: naming it changes nothing.
+_DEFAULT_INDEX = re.compile(r"//pypi\.[a-z]+/simple/?['\"]?$")
 
 
 def f38(m: Machine) -> Hit | None:
@@ -144,15 +145,15 @@ def f38(m: Machine) -> Hit | None:
             r"(PIP|UV)_(EXTRA_INDEX_URL|FIND_LINKS|CONSTRAINTS?|INDEX_URL|INDEX|DEFAULT_INDEX|OVERRIDE)", name
         )
         value = m.env(name) or ""
-        if tool and value and "rocm" not in value and value.rstrip("/") != "https://pypi.org/simple":
+        if tool and value and "rocm" not in value and not _DEFAULT_INDEX.search(value):
             found.append(f"{name}={value}")
     pattern = r"^\s*\[?\[?\s*((?:extra-)?index-url|find-links|constraint|url|default|index)\b\s*=\s*(.+)$"
     for path in (p for p in m.snapshot.glob("*") if re.search(r"(pip\.conf|pip\.ini|/pip/.*conf|uv\.toml)$", p)):
         for key, value in re.findall(pattern, m.snapshot.text(path), re.M):
-            if "rocm" not in value and "pypi.org/simple" not in value:
+            if "rocm" not in value and not _DEFAULT_INDEX.search(value):
                 found.append(f"{path}: {key} = {value.strip()}")
     for entry in re.findall(r"^\S*\.(?:extra-index-url|index-url|find-links|constraint)='?.*$", m.log, re.M):
-        if "rocm" not in entry and "pypi.org/simple" not in entry:
+        if "rocm" not in entry and not _DEFAULT_INDEX.search(entry):
             found.append(f"pip config list: {entry}")
     return hit(*found[:6]) if found else None
 
