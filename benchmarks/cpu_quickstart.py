@@ -114,10 +114,9 @@ def main() -> int:
                 seconds, losses[name] = trainer_seconds(cfg, peer, data, options.steps, "checkpointing" in name)
             times[name].append(seconds)
     best = {name: min(values) for name, values in times.items()}
-    print(
-        f"\n{cfg.per_device_train_batch_size} a micro-batch x {cfg.gradient_accumulation_steps}, {options.steps} steps, "
-        f"{tokens} real tokens, {torch.get_num_threads()} threads, best of {options.rounds}"
-    )
+    layout = f"{cfg.per_device_train_batch_size} row(s) x {cfg.gradient_accumulation_steps} accumulated"
+    threads = torch.get_num_threads()
+    print(f"\n{layout}, {options.steps} steps, {tokens} real tokens, {threads} threads, best of {options.rounds}")
     print(f"{'path':32} {'s':>7} {'tokens/s':>9} {'ours is':>8}  first and last loss")
     for name, seconds in best.items():
         ratio = f"{seconds / best['surefoot']:.2f}x" if name != "surefoot" else ""
