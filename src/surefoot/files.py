@@ -70,8 +70,7 @@ def whole_folder(path: Path) -> Generator[Path]:
             yield temporary
             for file in temporary.rglob("*"):
                 if file.is_file():
-                    with file.open("rb") as handle:
-                        os.fsync(handle.fileno())
+                    _settle(file, temporary)
             sync_folder(temporary)
             replaced = path.with_name(f".{path.name}.{os.getpid()}.old")
             if path.exists():
@@ -104,8 +103,7 @@ def whole_files(folder: Path) -> Generator[Path]:
             yield temporary
             files = sorted(temporary.iterdir())
             for file in files:
-                with file.open("rb") as handle:
-                    os.fsync(handle.fileno())
+                _settle(file, temporary)
             for file in files:
                 file.replace(folder / file.name)
         finally:
@@ -160,6 +158,13 @@ def _locked(folder: Path) -> Generator[None]:
         yield
     finally:
         os.close(handle)
+
+
+def _settle(file: Path, folder: Path) -> None:
+    """Give a file the mode that its folder's makes usual (safetensors leaves 0600) and flush it to disk."""
+    file.chmod(folder.stat().st_mode & 0o666)
+    with file.open("rb") as handle:
+        os.fsync(handle.fileno())
 
 
 def sync_folder(path: Path) -> None:

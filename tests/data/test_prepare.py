@@ -14,9 +14,9 @@ from planted import PLANTED, Data, alpaca
 
 from helpers import byte_tokenizer
 from surefoot.data.encode import EncodeSettings, encode_example
-from surefoot.data.messages import Example, Message
+from surefoot.data.messages import Example, Message, Sample
 from surefoot.data.packing import knapsack
-from surefoot.data.pretrain import encode_documents
+from surefoot.data.pretrain import block_bos, cut_into_blocks, encode_documents
 from surefoot.data.template import get_template
 from surefoot.errors import UserError
 
@@ -69,16 +69,17 @@ def test_planted_bad_rows_are_dropped_counted_and_named(data):
     json.dumps(told, allow_nan=False)
 
 
-def test_strict_data_makes_any_loss_an_error(data):
-    data.write("d", [*alpaca(50), {"instruction": "x"}, {"instruction": "long " * 60, "output": "x"}])
-    assert data.run().report.warnings() == []
+def test_strict_data_makes_what_is_said_loudly_an_error(data):
+    bad = [*[{"instruction": "x"}] * 7, *[{"instruction": "long " * 60, "output": "x"}] * 7]
+    data.write("d", [*alpaca(50), *bad])
+    assert len(data.run().report.warnings()) == 2
     with pytest.raises(UserError) as error:
         data.run(strict_data=True)
     dropped, cut = error.value.problems
     assert "d:50" in dropped.message and "no answer" in dropped.message
-    assert "d:51" in cut.message and "cutoff_len" in cut.message
-    data.write("d", alpaca(50))
-    assert len(data.run(strict_data=True).train) == 50
+    assert "d:57" in cut.message and "cutoff_len" in cut.message
+    data.write("d", [*alpaca(50), bad[0], bad[-1]])
+    assert len(data.run(strict_data=True).train) == 51
 
 
 @pytest.mark.parametrize(
@@ -222,7 +223,7 @@ def test_documents_are_cut_into_blocks(data, packing, size):
 
 
 @pytest.mark.parametrize("adds_bos", [True, False])
-def test_blocks_are_those_of_encode_documents(data, adds_bos):
+def test_blocks_are_cut_within_each_batch_of_rows(data, adds_bos):
     data.tokenizer.add_bos_token = adds_bos
     texts = ["word " * count for count in (3, 9, 20, 1, 30, 2)]
     data.write("d", [{"text": text} for text in texts])
@@ -230,9 +231,11 @@ def test_blocks_are_those_of_encode_documents(data, adds_bos):
     theirs = []
     for batch in (range(4), range(4, 6)):
         documents = [Example(f"d:{i}", (Message("user", texts[i]),), ()) for i in batch]
-        theirs += encode_documents(documents, data.template, data.tokenizer, 32, packing=True).rows
-    assert [(sample.row_ids[0], sample.input_ids.tolist()) for sample in ours] == [
-        (row.row_id, row.input_ids.tolist()) for row in theirs
+        rows = encode_documents(documents, data.template, data.tokenizer, 32, for_blocks=True).rows
+        whole = [Sample((row.row_id,), row.input_ids, row.labels, (len(row.input_ids),)) for row in rows]
+        theirs += cut_into_blocks(whole, 32, block_bos(data.tokenizer))[0]
+    assert [(sample.row_ids, sample.input_ids.tolist()) for sample in ours] == [
+        (sample.row_ids, sample.input_ids.tolist()) for sample in theirs
     ]
     bos = data.tokenizer.bos_token_id
     assert {sample.input_ids.tolist()[0] == bos for sample in ours} == {adds_bos}

@@ -525,3 +525,19 @@ def test_a_refusal_in_a_real_process(job):
     """Nothing is said beyond what the in-process tests see: no library's warnings, no interpreter's noise."""
     job.set(model_name_or_path="./nowhere/model")
     assert_refusal(run("train", job.yaml, cwd=job.folder, env=environment()), "nowhere/model")
+
+
+@pytest.mark.parametrize(
+    ("settings", "key"),
+    [
+        ({"optim_args": "momentun=0.9"}, "optim_args"),
+        ({"lr_scheduler_type": "cosine", "lr_scheduler_kwargs": {"num_circles": 3}}, "lr_scheduler_kwargs"),
+    ],
+)
+def test_arguments_that_an_optimizer_or_a_schedule_lacks(job, settings, key):
+    """`check` finds them before a model is loaded, as `train` does after."""
+    job.rows(good_rows())
+    refused(job.set(**settings), key)
+    done = invoke("check", job.yaml, "--json")
+    found = json.loads(done.stdout)
+    assert done.exit_code == 2 and [error["key"] for error in found["errors"]] == [key]

@@ -176,10 +176,10 @@ def test_nothing_secret_leaves(tmp_path, monkeypatch):
 
 
 def test_masker_keeps_what_rules_need():
-    hide = Masker({"bob"}, {"box"}, {"/home/bob"})
-    assert hide.text("/home/bob/venv and bob@box") == "/home/<user>/venv and <user>@<host>"
-    assert hide.text("render:x:993:bob") == "render:x:993:<user>"
-    assert hide.text("mailbox toolbox bobcat") == "mailbox toolbox bobcat"
+    hide = Masker({"trainer"}, {"box"}, {"/home/trainer"})
+    assert hide.text("/home/trainer/venv and trainer@box") == "/home/<user>/venv and <user>@<host>"
+    assert hide.text("render:x:993:trainer") == "render:x:993:<user>"
+    assert hide.text("mailbox toolbox trainercat") == "mailbox toolbox trainercat"
     assert hide.tree({"HF_TOKEN": "short", "python": {"dists": {"authlib": {"version": "1.0"}}}}) == {
         "HF_TOKEN": "***",
         "python": {"dists": {"authlib": {"version": "1.0"}}},

@@ -128,8 +128,8 @@ def _wrong_kind(info: KeyInfo, value: Any, inside_list: bool) -> Problem:
     if words and only_words and isinstance(value, str):
         if (info.name, value) in VALUE_HINTS:
             return Problem(f"{shown(value)} is not a choice", VALUE_HINTS[info.name, value], key=info.name)
-        near = difflib.get_close_matches(value.lower(), [str(word) for word in words], n=1, cutoff=0.6)
         working = [word for word in words if word not in info.refused]
+        near = difflib.get_close_matches(value.lower(), [str(word) for word in working], n=1, cutoff=0.6)
         guess = f"did you mean {shown(near[0])}? " if near else ""
         hint = f"{guess}The choices are {', '.join(map(str, working))}."
         return Problem(f"{shown(value)} is not a choice", hint, key=info.name)

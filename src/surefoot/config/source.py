@@ -47,10 +47,13 @@ def read_source(path: Path | None, overrides: Sequence[str] = ()) -> Source:
 
     values, lines = ({}, {}) if path is None else _read_file(path.expanduser())
     try:
-        config = OmegaConf.merge(OmegaConf.create(values), parse_overrides(overrides))
+        over = parse_overrides(overrides)
+        config = OmegaConf.merge(OmegaConf.create(values), over)
         plain = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
     except OmegaConfBaseException as error:
         raise _omegaconf_error(error) from error
+    # A value from the command line must not be blamed on the file's line.
+    lines = {key: line for key, line in lines.items() if key not in over}
     return Source(dict(plain), lines)  # type: ignore[arg-type]
 
 

@@ -11,7 +11,8 @@ from surefoot.data.cache import cache_entry, cache_folder, fingerprint
 from surefoot.data.encode import EncodedRow
 from surefoot.data.messages import IGNORE_INDEX, Sample
 from surefoot.data.packing import pack_rows
-from surefoot.data.store import SPAN, StoreWriter, TokenStore, is_store
+from surefoot.data.pretrain import cut_into_blocks
+from surefoot.data.store import StoreWriter, TokenStore, is_store
 from surefoot.data.table import TokenTable
 
 
@@ -110,23 +111,9 @@ def pack_samples(rows: Sequence[Sample], settings: PackSettings) -> tuple[list[S
         The items, and how many tokens were left over.
     """
     if settings.blocks:
-        return _cut_blocks(rows, settings.capacity, settings.bos_id)
+        return cut_into_blocks(rows, settings.capacity, settings.bos_id)
     samples, too_long = pack_rows([_as_row(row) for row in rows], settings.capacity, joined=settings.joined)
     return samples, sum(len(row.input_ids) for row in too_long)
-
-
-def _cut_blocks(documents: Sequence[Sample], size: int, bos_id: int | None) -> tuple[list[Sample], int]:
-    ids = np.concatenate([document.input_ids for document in documents] or [np.empty(0, dtype=np.int32)])
-    ends = np.cumsum([len(document.input_ids) for document in documents])
-    samples = []
-    for start in range(0, len(ids) - size + 1, size):
-        block = ids[start : start + size].copy()
-        if bos_id is not None:
-            block[0] = bos_id
-        first, last = np.searchsorted(ends, [start, start + size - 1], side="right")
-        names = list(dict.fromkeys((documents[first].row_ids[0], documents[last].row_ids[0])))
-        samples.append(Sample((SPAN.join(names),), block, block.copy(), (size,)))
-    return samples, len(ids) % size
 
 
 def _as_row(sample: Sample) -> EncodedRow:

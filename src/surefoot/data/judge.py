@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from surefoot.data.notes import LOUD_SHARE, RowNotes
 from surefoot.errors import Problem, UserError
 
 if TYPE_CHECKING:
     from surefoot.config import Config
-    from surefoot.data.notes import RowNotes
     from surefoot.data.report import DataReport
 
 SHOWN = 5  # row ids in a message
@@ -71,11 +71,12 @@ def _refuse_unlabelled(key: str, group: list[RowNotes], cfg: Config) -> None:
 
 def _lost(notes: RowNotes, cfg: Config) -> list[Problem]:
     problems = []
-    for reason, listed in notes.dropped.items():
+    loud = LOUD_SHARE * notes.read
+    for reason, listed in notes.dropped.items() if notes.dropped_count > loud else ():
         ids = ", ".join(listed.ids(notes.name)[:SHOWN])
         message = f"dataset '{notes.name}': {listed.count:,} of {notes.read:,} rows cannot be used, {reason}: {ids}"
         problems.append(Problem(message, "mend these rows, or set `strict_data: false`", "strict_data"))
-    if notes.truncated.count:
+    if notes.truncated.count > loud:
         ids = ", ".join(notes.truncated.ids(notes.name)[:SHOWN])
         message = (
             f"dataset '{notes.name}': {notes.truncated.count:,} of {notes.read:,} rows are longer than cutoff_len"

@@ -35,6 +35,8 @@ class Listed:
 
 
 NO_TRAINED_TOKEN = "no trained token"
+LOUD_SHARE = 0.1
+"""More than this share of a dataset's rows dropped or cut is said loudly, and is an error with `strict_data`."""
 
 
 @dataclass

@@ -17,6 +17,7 @@ from surefoot.data.encoded import Encoding, Progress, encode_dataset, notes_of, 
 from surefoot.data.judge import refuse_unusable
 from surefoot.data.mixing import choose_rows, mix, split
 from surefoot.data.notes import RowNotes
+from surefoot.data.pretrain import block_bos
 from surefoot.data.report import DataReport, decode_runs
 from surefoot.data.sources import RowSource, open_source
 from surefoot.data.store import StoreWriter, TokenStore
@@ -186,13 +187,12 @@ def pack_settings(cfg: Config, encoding: Encoding) -> PackSettings | None:
     """How the YAML wants rows packed; None = not at all."""
     if not cfg.packing:
         return None
-    adds_bos = encoding.blocks and getattr(encoding.tokenizer, "add_bos_token", False)
     return PackSettings(
         capacity=cfg.effective_cutoff_len,
         batch=cfg.preprocessing_batch_size,
         joined=cfg.packing_mode == "joined" and not encoding.blocks,
         blocks=encoding.blocks,
-        bos_id=encoding.tokenizer.bos_token_id if adds_bos else None,
+        bos_id=block_bos(encoding.tokenizer) if encoding.blocks else None,
     )
 
 

@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from surefoot.data.encode import Dropped, EncodedRow
+from surefoot.data.messages import Sample
 from surefoot.data.slots import tokenize_texts
+from surefoot.data.store import SPAN
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -23,14 +25,12 @@ class EncodedDocuments:
     """What a batch of documents became.
 
     Attributes:
-        rows: blocks or documents, every token trained.
+        rows: the documents, every token trained.
         dropped: documents without a text.
-        remainder: tokens at the batch's end that did not fill a block, and are left out.
     """
 
     rows: list[EncodedRow]
     dropped: list[Dropped]
-    remainder: int
 
 
 def encode_documents(
@@ -39,50 +39,63 @@ def encode_documents(
     tokenizer: PreTrainedTokenizerBase,
     cutoff_len: int,
     *,
-    packing: bool,
+    for_blocks: bool,
 ) -> EncodedDocuments:
-    """Turn documents into ids for pretraining.
+    """Turn documents into ids for pretraining: the text and the document end, after a bos where the tokenizer adds one.
 
-    Each document is its text and the document end. With `packing` the documents of this batch are joined and cut into
-    blocks; attention crosses documents within a block. A tokenizer that adds bos puts it over the first token of each
-    block, or before each document without `packing`. All as LLaMA-Factory does, but for one thing: every token is
-    trained, the document end too. (There the end is masked where pad is eos, so that the model never learns to stop.)
+    As LLaMA-Factory does, but for one thing: every token is trained, the document end too. (There the end is masked
+    where pad is eos, so that the model never learns to stop.)
 
     Args:
-        examples: documents, each one user turn. Blocks are cut within this batch: `preprocessing_batch_size` documents.
+        examples: documents, each one user turn.
         template: the run's; llama3 has a document end of its own.
         tokenizer: the run's.
-        cutoff_len: tokens of a block, or most tokens of a document.
-        packing: whether to join and cut into blocks.
+        cutoff_len: most tokens of a document.
+        for_blocks: whether the documents are for `cut_into_blocks`: whole and without bos.
 
     Returns:
-        The blocks or documents, and what was left out.
+        The documents, and which were left out.
     """
     dropped = [Dropped(e.row_id, "no text") for e in examples if not e.prompt or not e.prompt[0].content]
     named = [(e.row_id, e.prompt[0].content) for e in examples if e.prompt and e.prompt[0].content]
     end = "<|end_of_text|>" if template.name == "llama3" else tokenizer.eos_token
-    adds_bos = bool(getattr(tokenizer, "add_bos_token", False)) and tokenizer.bos_token_id is not None
-    bos = tokenizer.bos_token if adds_bos and not packing else ""
+    bos = "" if for_blocks or block_bos(tokenizer) is None else tokenizer.bos_token
     documents = tokenize_texts(tokenizer, [f"{bos}{text}{end}" for _, text in named])
-    if not packing:
-        rows = [
-            _row(name, np.array(ids[:cutoff_len], np.int32), len(ids) > cutoff_len)
-            for (name, _), ids in zip(named, documents, strict=True)
-        ]
-        return EncodedDocuments(rows, dropped, remainder=0)
+    limit = None if for_blocks else cutoff_len
+    rows = [
+        _row(name, np.array(ids[:limit], np.int32), limit is not None and len(ids) > limit)
+        for (name, _), ids in zip(named, documents, strict=True)
+    ]
+    return EncodedDocuments(rows, dropped)
 
-    stream = np.array([token for ids in documents for token in ids], dtype=np.int32)
-    ends = np.cumsum([len(ids) for ids in documents])
-    whole = len(stream) // cutoff_len * cutoff_len
-    rows = []
-    for start in range(0, whole, cutoff_len):
-        block = stream[start : start + cutoff_len].copy()
-        if adds_bos:
-            block[0] = tokenizer.bos_token_id
-        first, last = np.searchsorted(ends, [start, start + cutoff_len - 1], side="right")
-        names = named[first][0] if first == last else f"{named[first][0]}..{named[last][0]}"
-        rows.append(_row(names, block, cut=False))
-    return EncodedDocuments(rows, dropped, remainder=len(stream) - whole)
+
+def cut_into_blocks(documents: Sequence[Sample], size: int, bos_id: int | None) -> tuple[list[Sample], int]:
+    """Lay documents end to end and cut them into blocks; attention crosses documents within a block.
+
+    Args:
+        documents: one document an item, encoded `for_blocks`.
+        size: tokens of a block.
+        bos_id: written over the first token of each block, as LLaMA-Factory does; None = it stays.
+
+    Returns:
+        The blocks, each named by its first and last document, and how many tokens at the end did not fill one.
+    """
+    ids = np.concatenate([document.input_ids for document in documents] or [np.empty(0, dtype=np.int32)])
+    ends = np.cumsum([len(document.input_ids) for document in documents])
+    blocks = []
+    for start in range(0, len(ids) - size + 1, size):
+        block = ids[start : start + size].copy()
+        if bos_id is not None:
+            block[0] = bos_id
+        first, last = np.searchsorted(ends, [start, start + size - 1], side="right")
+        names = list(dict.fromkeys((documents[first].row_ids[0], documents[last].row_ids[0])))
+        blocks.append(Sample((SPAN.join(names),), block, block.copy(), (size,)))
+    return blocks, len(ids) % size
+
+
+def block_bos(tokenizer: PreTrainedTokenizerBase) -> int | None:
+    """The id that starts each block or document; None for a tokenizer that adds none."""
+    return tokenizer.bos_token_id if getattr(tokenizer, "add_bos_token", False) else None
 
 
 def _row(name: str, ids: np.ndarray, cut: bool) -> EncodedRow:

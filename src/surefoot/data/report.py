@@ -9,14 +9,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from surefoot.data.messages import IGNORE_INDEX, Sample
-from surefoot.data.notes import Listed, RowNotes
+from surefoot.data.notes import LOUD_SHARE, Listed, RowNotes
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.text import Text
 
-LOUD_SHARE = 0.1
-"""More than this share of rows dropped or cut is said loudly."""
 SHOWN = 10  # row ids on the console for each reason
 EXAMPLE = 3000  # characters of the example on the console
 _VISIBLE = {code: 0x2400 + code for code in range(0x20) if code not in b"\t\n"} | {0x7F: 0x2421, 0x9B: 0xFFFD}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -16,10 +16,7 @@ from surefoot.data.notes import NO_TRAINED_TOKEN
 from surefoot.data.pretrain import encode_documents
 from surefoot.data.suspicious import find_suspicious, is_unwritable, texts_of
 from surefoot.data.template import Template
-from surefoot.data.tools import get_tool_format
 
-UNCUT = 1 << 62
-"""A cutoff_len for documents that are cut into blocks later."""
 BROKEN_CHARACTERS = "half of a surrogate pair"
 
 
@@ -120,34 +117,15 @@ class RowEncoder:
     def _tokenize(self, examples: list[Example]) -> list[EncodedRow | Dropped]:
         if self.stage != "pt":
             return encode_batch(examples, self.template, self.tokenizer, self.settings)
-        cutoff = UNCUT if self.blocks else self.settings.cutoff_len
-        documents = encode_documents(examples, self.template, self.tokenizer, cutoff, packing=False)
-        rows = documents.rows
-        if self.blocks and getattr(self.tokenizer, "add_bos_token", False):
-            rows = [_without_bos(row, self.tokenizer.bos_token_id) for row in rows]
-        return [*rows, *documents.dropped]
-
-    def __getstate__(self) -> dict[str, Any]:
-        # A tool format holds functions, which cannot be pickled; its name can.
-        parts = {part.name: getattr(self.template, part.name) for part in fields(self.template)}
-        return {**self.__dict__, "template": {**parts, "tool_format": self.template.tool_format.name}}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        parts: dict[str, Any] = dict(state["template"])
-        parts["tool_format"] = get_tool_format(parts["tool_format"])
-        template = Template(**parts)
-        self.__dict__.update(state, template=template)
+        documents = encode_documents(
+            examples, self.template, self.tokenizer, self.settings.cutoff_len, for_blocks=self.blocks
+        )
+        return [*documents.rows, *documents.dropped]
 
 
 def row_number(row_id: str) -> int:
     """The position in the dataset that ends a row id."""
     return int(row_id.rsplit(":", 1)[1])
-
-
-def _without_bos(row: EncodedRow, bos_id: int | None) -> EncodedRow:
-    if bos_id is None or not len(row.input_ids) or row.input_ids[0] != bos_id:
-        return row
-    return replace(row, input_ids=row.input_ids[1:], labels=row.labels[1:])
 
 
 def _end_to_end(rows: list[np.ndarray]) -> np.ndarray:

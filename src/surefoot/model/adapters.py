@@ -87,11 +87,14 @@ def load_adapters(model: PreTrainedModel, paths: list[str], cfg: Config, *, trai
                 )  # fmt: skip
         # As PEFT reports missing files, other shapes, and a configuration with parts missing or unknown.
         except (OSError, ValueError, RuntimeError, TypeError, KeyError, AttributeError) as error:
-            raise UserError(
-                f"the adapter {path} does not fit {type(model).__name__}: {str(error).strip().splitlines()[0]}",
-                hint="it must come from this base model",
-                key="adapter_name_or_path",
-            ) from error
+            message, hint = (
+                f"the adapter {path} does not fit {type(model).__name__}",
+                "it must come from this base model",
+            )
+            if isinstance(error, OSError) and not Path(path).exists():
+                message, hint = f"there is no folder {path}, nor a hub id that this machine can reach", "check the path"
+            reason = str(error).strip().splitlines()[0]
+            raise UserError(f"{message}: {reason}", hint=hint, key="adapter_name_or_path") from error
         refuse_other_modules(wrapped, Path(path) / (cfg.adapter_folder or ""))
         merged = wrapped if last else wrapped.merge_and_unload()
     return merged

@@ -36,14 +36,28 @@ def resize_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
     wanted = len(tokenizer)
     if wanted <= rows:
         return False
-    if not (cfg.resize_vocab or cfg.add_tokens or cfg.add_special_tokens):
+    refuse_missing_rows(rows, wanted, cfg)
+    model.resize_token_embeddings(wanted, pad_to_multiple_of=ROWS_MULTIPLE, mean_resizing=True)
+    return True
+
+
+def refuse_missing_rows(rows: int, tokens: int, cfg: Config) -> None:
+    """Refuse a tokenizer that knows more tokens than the model has rows, unless the YAML asks for new rows.
+
+    Args:
+        rows: of the model's embeddings.
+        tokens: that the tokenizer knows.
+        cfg: the YAML; `resize_vocab`, or added tokens, ask for rows.
+
+    Raises:
+        UserError: there are too few rows.
+    """
+    if tokens > rows and not (cfg.resize_vocab or cfg.add_tokens or cfg.add_special_tokens):
         raise UserError(
-            f"the tokenizer knows {wanted} tokens, but the model has rows for {rows}",
+            f"the tokenizer knows {tokens} tokens, but the model has rows for {rows}",
             hint="set `resize_vocab: true`, or use the tokenizer that belongs to the model",
             key="resize_vocab",
         )
-    model.resize_token_embeddings(wanted, pad_to_multiple_of=ROWS_MULTIPLE, mean_resizing=True)
-    return True
 
 
 def scale_rope(config: PretrainedConfig, kind: str | None, cutoff_len: int, *, training: bool) -> str | None:

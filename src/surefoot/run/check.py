@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def check_job(cfg: Config, console: Console | None) -> dict[str, Any]:
-    """Check a job's machine, folder, trackers, tokenizer, template and data, and forecast its memory.
+    """Check a job's machine, folder, trackers, optimizer, tokenizer, template and data, and forecast its memory.
 
     Args:
         cfg: the settings, already valid by themselves.
@@ -33,6 +33,7 @@ def check_job(cfg: Config, console: Console | None) -> dict[str, Any]:
     _try(errors, lambda: RunFolder.of(cfg).check(cfg))
     device = _try(errors, lambda: _device(cfg))
     _try(errors, lambda: _start(cfg))
+    _try(errors, lambda: _arguments(cfg))
     data = _try(errors, lambda: _data(cfg, console)) or {}
     plan: dict[str, Any] = {}
     if data:
@@ -81,13 +82,25 @@ def _start(cfg: Config) -> None:
 
 def _data(cfg: Config, console: Console | None) -> dict[str, Any]:
     from surefoot.data.prepare import prepare_data
+    from surefoot.model.source import model_config
+    from surefoot.model.vocabulary import refuse_missing_rows
 
     tokenizer, template = load_prompts(cfg)
+    refuse_missing_rows(model_config(cfg).get_text_config().vocab_size, len(tokenizer), cfg)
     with PreprocessingProgress(console) as preprocessing:
         data = prepare_data(cfg, tokenizer, template, progress=preprocessing)
     if console is not None:
         data.report.render(console)
     return data.report.to_json()
+
+
+def _arguments(cfg: Config) -> None:
+    """Try the optimizer's and the schedule's own arguments on a single weight."""
+    import torch
+
+    from surefoot.train.optimizer import build_optimizer, build_scheduler
+
+    build_scheduler(build_optimizer(torch.nn.Linear(1, 1), cfg), cfg, total_steps=10)
 
 
 def _plan(cfg: Config, data: dict[str, Any], device: str) -> dict[str, Any]:

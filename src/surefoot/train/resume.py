@@ -63,12 +63,12 @@ def choose_checkpoint(cfg: Config, output_dir: Path, tell: Callable[[str], None]
     wanted = cfg.resume_from_checkpoint
     if isinstance(wanted, str):
         return _named(Path(wanted))
-    folders = [] if wanted is False else find_checkpoints(output_dir)
-    if wanted is not True and (cfg.overwrite_output_dir or not folders):
-        if not cfg.overwrite_output_dir and any(output_dir.glob("*.safetensors")):
+    folders = find_checkpoints(output_dir)
+    if wanted is False or (wanted is not True and (cfg.overwrite_output_dir or not folders)):
+        if not cfg.overwrite_output_dir and (folders or any(output_dir.glob("*.safetensors"))):
             why = ", which a new run would replace" if wanted is False else " and no checkpoint to go on from"
             raise UserError(
-                f"{output_dir} already holds trained weights{why}",
+                f"{output_dir} already holds {'checkpoints' if folders else 'trained weights'}{why}",
                 hint="name another output_dir, or set `overwrite_output_dir: true`",
                 key="output_dir",
             )
@@ -114,6 +114,8 @@ def refuse_other_run(checkpoint: Checkpoint, now: dict[str, str], *, anyway: boo
 
 
 def _named(folder: Path) -> Checkpoint:
+    if not folder.is_dir():
+        raise UserError(f"there is no checkpoint folder {folder}", hint="check the path", key="resume_from_checkpoint")
     try:
         return read_checkpoint(folder)
     except WorkError as error:
