@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from helpers import random_table
+from helpers import random_table, save_tiny_model
 from surefoot.errors import UserError, WorkError
 from surefoot.train import checkpoint as checkpoint_module
 from surefoot.train.checkpoint import find_checkpoints, read_checkpoint, rotate
@@ -94,6 +95,13 @@ def test_resume_with_other_settings_is_refused_and_named(settings, start):
         start(settings | {"learning_rate": 0.02})
     with pytest.raises(UserError, match="lora_rank"):
         start(settings | {"lora_rank": 4})
+
+
+def test_resume_onto_another_base_model_of_the_same_shape_is_refused(settings, start, tmp_path):
+    settings, _ = stopped_run(settings, start)
+    other = save_tiny_model(tmp_path / "other", seed=1)
+    with pytest.raises(UserError, match="differs in model"):
+        start(settings | {"model_name_or_path": str(other)})
 
 
 def test_resume_anyway_goes_on_and_says_so(settings, start):
@@ -214,3 +222,18 @@ def test_what_a_killed_process_left_is_swept_and_a_replaced_checkpoint_comes_bac
     (tmp_path / ".gitignore").touch()
     checkpoint_module.sweep(tmp_path)
     assert sorted(p.name for p in tmp_path.iterdir()) == [".gitignore", "checkpoint-4", "checkpoint-6"]
+
+
+def test_new_tokens_are_trained_saved_and_resumed(settings, start):
+    """A grown vocabulary: its rows are part of the adapter, and a resumed run ends in the straight run's bits."""
+    settings |= {"add_tokens": "[one],[two]", "save_strategy": "steps", "save_steps": 4}
+    start(settings)
+    out = Path(settings["output_dir"])
+    straight = final_weights(str(out))
+    assert any("embed_tokens" in name for name in straight)
+    for name in ("checkpoint-6", "adapter_model.safetensors"):
+        path = out / name
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    resumed, _ = start(settings)
+    assert resumed.facts.resumed_from == 4
+    assert_same_bits(straight, final_weights(str(out)))

@@ -32,7 +32,7 @@ def resize_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
     Raises:
         UserError: the tokenizer knows more tokens than the model has rows, and nobody asked to add rows.
     """
-    rows = model.get_input_embeddings().weight.shape[0]  # type: ignore[union-attr]
+    rows = int(model.get_input_embeddings().weight.shape[0])  # type: ignore[union-attr, arg-type]
     wanted = len(tokenizer)
     if wanted <= rows:
         return False

@@ -26,19 +26,38 @@ TRAJECTORY_KEYS = (
 )  # fmt: skip
 
 
+SAMPLED = 4096  # numbers of a tensor that identify it
+
+
 def fingerprint(cfg: Config, data: str, model: str) -> dict[str, str]:
     """Digest what a run's numbers depend on, part by part, so that a difference can be named.
 
     Args:
         cfg: the YAML.
         data: fingerprint of the encoded training data.
-        model: what identifies the base model: its configuration as JSON.
+        model: what identifies the base model, from `model_identity`.
 
     Returns:
         A value for each setting and for "data" and "model".
     """
     settings = {key: json.dumps(getattr(cfg, key), default=str, sort_keys=True) for key in TRAJECTORY_KEYS}
-    return settings | {"data": data, "model": hashlib.sha256(model.encode()).hexdigest()}
+    return settings | {"data": data, "model": model}
+
+
+def model_identity(base: Any) -> str:
+    """Digest a freshly loaded base model: its configuration, and some numbers of its embeddings and last norm.
+
+    Args:
+        base: a transformers model with its weights as they were loaded.
+
+    Returns:
+        A SHA-256 in hexadecimal; two models of the same shape with other weights differ in it.
+    """
+    sample = base.get_input_embeddings().weight.detach().flatten()[:SAMPLED].float().cpu()
+    last = list(base.parameters())[-1].detach().flatten()[:SAMPLED].float().cpu()
+    digest = hashlib.sha256(base.config.to_json_string().encode())
+    digest.update(sample.numpy().tobytes() + last.numpy().tobytes())
+    return digest.hexdigest()
 
 
 def choose_checkpoint(cfg: Config, output_dir: Path, tell: Callable[[str], None]) -> Checkpoint | None:

@@ -27,7 +27,7 @@ from surefoot.train.neftune import Neftune
 from surefoot.train.optimizer import build_optimizer, build_scheduler
 from surefoot.train.randomness import set_random_state
 from surefoot.train.restore import load_trained_weights
-from surefoot.train.resume import choose_checkpoint, fingerprint, refuse_other_run
+from surefoot.train.resume import choose_checkpoint, fingerprint, model_identity, refuse_other_run
 from surefoot.train.schedule import make_schedule
 from surefoot.train.signals import StopRequest
 from surefoot.train.single import SingleRows
@@ -149,7 +149,7 @@ def assemble(
         scheduler=build_scheduler(optimizer, cfg, schedule.total_steps),
         schedule=schedule,
         output_dir=Path(cfg.output_dir),
-        fingerprint=fingerprint(cfg, data.train.fingerprint, base_of(loaded.model).config.to_json_string()),
+        fingerprint=fingerprint(cfg, data.train.fingerprint, model_identity(base_of(loaded.model))),
         listeners=listeners,
         stop=stop,
     )
