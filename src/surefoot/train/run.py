@@ -291,7 +291,9 @@ def plan_memory(cfg: Config, loaded: LoadedModel, data: PreparedData, device: st
 def turn_on_recompute(model: Any) -> None:
     """Let decoder layers forget their activations and compute them again in the backward pass."""
     base = base_of(model)
-    base.gradient_checkpointing_enable({"use_reentrant": False})
+    # transformers 6 keeps the first name only, older ones know the second.
+    enable = getattr(base, "activation_checkpointing_enable", None) or base.gradient_checkpointing_enable
+    enable({"use_reentrant": False})
 
 
 def make_deterministic(cfg: Config, device: str) -> None:
