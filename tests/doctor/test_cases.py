@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections import Counter
 from pathlib import Path
@@ -15,7 +16,10 @@ from surefoot.machine.case import base_names, base_snapshot, load_cases
 from surefoot.machine.snapshot import Snapshot
 
 FOLDER = Path(__file__).parents[1] / "machines"
-CASES = [(file.stem, case) for file in sorted(FOLDER.glob("*.yaml")) for case in load_cases(file)]
+# Cases that others keep: beside the checkout, or wherever the variable says.
+KEPT_BACK = [Path(__file__).parents[3] / "shared" / "machines", Path(os.environ.get("SUREFOOT_CASES") or "nowhere")]
+FILES = [file for folder in [FOLDER, *KEPT_BACK] for file in sorted(folder.glob("*.yaml"))]
+CASES = [(file.stem, case) for file in FILES for case in load_cases(file)]
 BASES = [n for n in base_names() if not n.startswith("_")]
 REPORTS = [
     1,

@@ -145,3 +145,16 @@ def test_bundle(tmp_path, case):
 
     with zipfile.ZipFile(tmp_path / "b.zip") as archive:
         assert sorted(archive.namelist()) == ["diagnosis.json", "env.txt", "snapshot.json"]
+
+
+def test_a_case_brings_its_training_yaml(tmp_path):
+    text = "- base: rx6800\n  config: {bf16: true}\n"
+    (tmp_path / "case.yaml").write_text(text)
+    done = run("--snapshot", tmp_path / "case.yaml", "--json")
+    assert done.exit_code == 1 and json.loads(done.stdout)["primary"]["id"] == "F62"
+
+
+def test_several_cases_are_not_diagnosed_as_one(tmp_path):
+    (tmp_path / "cases.yaml").write_text("cases:\n- base: rx6800\n- base: cpu-only\n")
+    done = run("--snapshot", tmp_path / "cases.yaml")
+    assert done.exit_code == 2 and "2 cases" in done.stderr

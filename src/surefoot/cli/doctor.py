@@ -51,8 +51,8 @@ def doctor(
             capture_to_file(capture, python)
             print(f"wrote {capture}")
             return
-        config = _job(job)
-        machine = _snapshot(snapshot, python)
+        machine, config = _machine(snapshot, python)
+        config = _job(job) or config
         if log is not None:
             machine.raw["log"] = _text(log)
         if deep:
@@ -83,19 +83,24 @@ def _job(path: Path | None) -> dict[str, object] | None:
     return read_job(path)
 
 
-def _snapshot(path: Path | None, python: Path | None) -> Snapshot:
-    """The live machine, a captured file, or a hand-written case."""
+def _machine(path: Path | None, python: Path | None) -> tuple[Snapshot, dict[str, object] | None]:
+    """The live machine, a captured file, or a hand-written case with the training YAML that it may hold."""
     if path is None:
         from surefoot.machine.capture import capture
 
-        return capture(python=python)
+        return capture(python=python), None
     if path.suffix in (".yaml", ".yml"):
         from surefoot.machine.case import load_cases
 
-        return load_cases(path)[0].snapshot
+        case, *others = load_cases(path)
+        if others:
+            raise UserError(
+                f"{path} holds {len(others) + 1} cases", hint="keep the one to diagnose in a file of its own"
+            )
+        return case.snapshot, case.config or None
     from surefoot.machine.snapshot import load_snapshot
 
-    return load_snapshot(path)
+    return load_snapshot(path), None
 
 
 def _text(path: Path) -> str:

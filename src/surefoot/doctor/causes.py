@@ -65,6 +65,25 @@ def _no_tensile_path(m: Machine) -> bool:
     return not (m.env("ROCBLAS_TENSILE_LIBPATH") or m.env("HIPBLASLT_TENSILE_LIBPATH"))
 
 
+def _only_integrated_visible(m: Machine) -> bool:
+    return all(g.integrated for g in m.visible)
+
+
+def _rocm_path_astray(m: Machine) -> bool:
+    """A variable that the compiler follows to ROCm points to nowhere: F70 names it, and nothing else is astray."""
+    names = ("HIP_PATH", "ROCM_PATH", "ROCM_HOME", "HIP_DEVICE_LIB_PATH", "HIP_CLANG_PATH")
+    return any((value := m.env(n)) and m.snapshot.absent(value) for n in names)
+
+
+def _shared_memory_said(m: Machine) -> bool:
+    return bool(m.log_said(r"/dev/shm|shared memory"))
+
+
+def _bitsandbytes_only(m: Machine) -> bool:
+    """The symbol that is missing is asked for by bitsandbytes' own library."""
+    return bool(m.log_said(r"libbitsandbytes\S*\.so\S*: undefined symbol"))
+
+
 #: cause → effects that it explains whenever both are found.
 EDGES: dict[str, tuple[str, ...]] = {
     "F01": ("F03", "F12", "F13", "F20"),
@@ -125,7 +144,7 @@ EDGES: dict[str, tuple[str, ...]] = {
     "F95": ("F84",),
     "F100": ("F01", "F03", "F13", "F20", "F34"),
     "F101": ("F30", "F31", "F32"),
-    "F105": ("F67", "F69", "F70", "F93"),
+    "F105": ("F67", "F69", "F93"),
     "F106": ("F56", "F67"),
     "F107": ("F35", "F36", "F37", "F123"),
     "F109": ("F82",),
@@ -144,6 +163,8 @@ EDGES: dict[str, tuple[str, ...]] = {
 
 #: (cause, effect) → the condition under which the one explains the other.
 CONDITIONAL: dict[tuple[str, str], Condition] = {
+    ("F28", "F53"): _shared_memory_said,
+    ("F41", "F43"): _stands_in_for("rocm"),
     ("F41", "F51"): _stands_in_for("triton"),
     ("F41", "F54"): _stands_in_for("rocm"),
     ("F41", "F55"): _stands_in_for("rocm"),
@@ -152,6 +173,10 @@ CONDITIONAL: dict[tuple[str, str], Condition] = {
     ("F60", "F56"): _only_integrated_lacks,
     ("F60", "F57"): _only_integrated_lacks,
     ("F60", "F46"): _only_integrated_unlisted,
+    ("F60", "F92"): _only_integrated_visible,
+    ("F70", "F105"): _rocm_path_astray,
+    ("F80", "F111"): _bitsandbytes_only,
+    ("F81", "F111"): _bitsandbytes_only,
     ("F86", "F87"): _fault_first,
     ("F87", "F86"): _hang_first,
     ("F105", "F45"): _no_tensile_path,

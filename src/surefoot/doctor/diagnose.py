@@ -133,7 +133,7 @@ def _finding(
 
 _FAILURE = (
     r"^.*(Error\b|ERROR|error:|failed|Failed|fatal|Traceback|Segmentation fault|Aborted|core dumped|"
-    r"is_available\(?\)?\W+False|No HIP GPUs).*$"
+    r"undefined symbol|cannot open shared|is_available\(?\)?\W+False|No HIP GPUs).*$"
 )
 
 
@@ -145,6 +145,10 @@ def _unknown(m: Machine, explained: bool) -> list[Unknown]:
         line = next((x.group(0) for x in reversed(list(re.finditer(_FAILURE, m.log, re.M)))), "") if lines else ""
         if line:
             result.append(Unknown("cause", f"cause unknown; decisive fact: {line.strip()[:300]}"))
+    if not m.pci_looked and not m.has_amd and not m.has_nvidia:
+        result.append(Unknown("graphics cards", "the PCI bus could not be listed: whether a GPU is here is not known"))
+    if not m.dists_known and m.torch is None:
+        result.append(Unknown("Python packages", "could not be looked at: whether torch is installed is not known"))
     if not (m.has_amd or (m.torch and m.torch.flavour == "rocm")):
         return result
     if not m.dmesg:

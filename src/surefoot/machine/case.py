@@ -18,6 +18,7 @@ from surefoot.machine.consequences import (
     merge,
     read_site_files,
     remove_gpus,
+    revive,
     sync_access,
     sync_module,
     sync_torch,
@@ -116,8 +117,10 @@ def _read_yaml(text: str, origin: str) -> dict[str, Any]:
         loaded = yaml.safe_load(text)
     except yaml.YAMLError as error:
         raise UserError(f"{origin} is not YAML: {error}", hint="see docs/cases.md for the format") from error
+    if isinstance(loaded, list):
+        return {"cases": loaded}
     if not isinstance(loaded, dict):
-        raise UserError(f"{origin} holds no mapping", hint="see docs/cases.md for the format")
+        raise UserError(f"{origin} holds neither a case nor a list of cases", hint="see docs/cases.md for the format")
     return loaded
 
 
@@ -150,6 +153,7 @@ def _build(spec: dict[str, Any]) -> dict[str, Any]:
         merge(raw, gpu_files(gpus))
     before = copy.deepcopy(as_dict(as_dict(raw.get("python")).get("torch")))
     read_site_files(raw, patch)
+    revive(raw, patch)
     merge(raw, patch)
     sync_module(raw, patch)
     sync_torch(raw, before, as_dict(patch.get("python")))
@@ -157,7 +161,8 @@ def _build(spec: dict[str, Any]) -> dict[str, Any]:
     for journal in ("log", "dmesg"):
         if journal in spec:
             raw[journal] = spec[journal]
-    for address in spec.get("forget") or []:
+    forget = spec.get("forget") or []
+    for address in [forget] if isinstance(forget, str) else forget:
         _forget(raw, str(address))
     return raw
 
@@ -175,7 +180,7 @@ def _forget(raw: dict[str, Any], address: str) -> None:
 
 
 def load_cases(path: Path) -> list[Case]:
-    """Read a YAML file with one case, or with a list of them under `cases`.
+    """Read a YAML file with one case, or with a list of them, under `cases` or by itself.
 
     Args:
         path: the file.
@@ -192,6 +197,8 @@ def load_cases(path: Path) -> list[Case]:
         raise UserError(f"{path} cannot be read: {error.strerror}") from error
     loaded = _read_yaml(text, str(path))
     specs = loaded["cases"] if isinstance(loaded.get("cases"), list) else [loaded]
+    if not specs:
+        raise UserError(f"{path} holds no case", hint="see docs/cases.md for the format")
     return [build_case(as_dict(spec), f"{path.stem}[{number}]") for number, spec in enumerate(specs)]
 
 
@@ -213,7 +220,7 @@ def build_case(spec: dict[str, Any], name: str) -> Case:
         raise UserError(
             f"case {name}: unknown key {sorted(unknown)[0]!r}", hint=f"known keys: {', '.join(sorted(_CASE_KEYS))}"
         )
-    expect = as_dict(spec.get("expect"))
+    expect = {"primary": spec["expect"]} if isinstance(spec.get("expect"), str) else as_dict(spec.get("expect"))
     primary = expect.get("primary")
     verdict = Expect(
         None if primary in (None, "none", "") else str(primary),

@@ -6,7 +6,8 @@ import copy
 import re
 from typing import Any
 
-from surefoot.machine.snapshot import as_dict, as_int, as_text, dist_name
+from surefoot.machine.gfx import encode_target, is_gfx
+from surefoot.machine.snapshot import as_dict, as_int, as_mode, as_numbers, as_text, clean_path, dist_name
 from surefoot.machine.table import load_table
 from surefoot.machine.versions import local_tag, parse_version, rocm_of_tag, short
 
@@ -24,11 +25,13 @@ def merge(target: dict[str, Any], patch: dict[str, Any]) -> dict[str, Any]:
 
 
 def whole_dists(patch: dict[str, Any]) -> dict[str, Any]:
-    """Let a distribution be written as its version alone: `bitsandbytes: 0.45.5`."""
+    """Let a distribution, and torch, be written as its version alone: `bitsandbytes: 0.45.5`."""
     dists = as_dict(as_dict(patch.get("python")).get("dists"))
     for name, row in dists.items():
         if isinstance(row, (str, int, float)) and not isinstance(row, bool):
             patch["python"]["dists"][name] = {"version": str(row)}
+    if isinstance(torch := as_dict(patch.get("python")).get("torch"), str):
+        patch["python"]["torch"] = {"version": torch}
     return patch
 
 
@@ -54,6 +57,27 @@ def read_site_files(raw: dict[str, Any], patch: dict[str, Any]) -> None:
         patch["python"] = merge(python, as_dict(patch.get("python")))
 
 
+def revive(raw: dict[str, Any], patch: dict[str, Any]) -> None:
+    """What a patch shows is there: neither it nor a folder above it stays missing because the base said so."""
+    sections = ("files", "dirs", "links", "nodes")
+    shown: set[str] = set()
+    hidden: set[str] = set()
+    for section in sections:
+        for path, value in as_dict(patch.get(section)).items():
+            (hidden if value is None else shown).add(clean_path(path))
+    needed = {clean_path(path[:end]) for path in shown for end in _ends(path)} - hidden
+    for section in sections:
+        entries, written = as_dict(raw.get(section)), as_dict(patch.get(section))
+        for path, value in entries.items():
+            if value is None and path not in written and clean_path(path) in needed:
+                del raw[section][path]
+
+
+def _ends(path: str) -> list[int]:
+    """Where each folder above a path ends, and the path itself."""
+    return [i for i, letter in enumerate(path) if letter == "/" and i] + [len(path)]
+
+
 def sync_module(raw: dict[str, Any], patch: dict[str, Any]) -> None:
     """Without the module there is no KFD and no device node, unless the patch says otherwise."""
     files = as_dict(patch.get("files"))
@@ -72,6 +96,9 @@ def sync_module(raw: dict[str, Any], patch: dict[str, Any]) -> None:
 def sync_torch(raw: dict[str, Any], before: dict[str, Any], patch: dict[str, Any]) -> None:
     """Let one written torch version say the rest: dist, hip, cuda and companions follow unless the patch names them."""
     written, dists_patch = as_dict(patch.get("torch")), as_dict(patch.get("dists"))
+    if "torch" in patch and patch["torch"] is None and "torch" not in dists_patch:
+        _remove_torch(raw, dists_patch)
+        return
     dist = as_dict(dists_patch.get("torch"))
     version = as_text(written.get("version")) or as_text(dist.get("version"))
     python = raw.get("python")
@@ -98,6 +125,15 @@ def sync_torch(raw: dict[str, Any], before: dict[str, Any], patch: dict[str, Any
     later = any("modified" in as_dict(row) for row in dists_patch.values())  # something came after a first install
     if not later and version != as_text(before.get("version")):
         _sync_companions(raw, version, dists, dists_patch)
+
+
+def _remove_torch(raw: dict[str, Any], patch: dict[str, Any]) -> None:
+    """No torch: its distribution and what only came with it are not there either, unless the patch names them."""
+    dists = as_dict(as_dict(raw.get("python")).get("dists"))
+    came = ("torch", "torchvision", "torchaudio", "triton", "triton-rocm", "pytorch-triton-rocm")
+    for name in dists:
+        if name not in patch and (name in came or name.startswith("amd-torch-device-")):
+            del raw["python"]["dists"][name]
 
 
 def _sync_companions(raw: dict[str, Any], version: str, dists: dict[str, Any], patch: dict[str, Any]) -> None:
@@ -146,7 +182,7 @@ def sync_access(raw: dict[str, Any], patch: dict[str, Any]) -> None:
     )
     now = as_dict(raw.get("process"))
     full = as_text(as_dict(raw.get("files")).get("/proc/self/uid_map")).split()[-1:] == ["4294967295"]
-    groups = {as_int(g, -1) for g in now.get("groups", [])} if isinstance(now.get("groups"), list) else set()
+    groups = set(as_numbers(now.get("groups")) or [])
     status = as_dict(raw.get("files")).get("/proc/self/status")
     lines = "\n".join(f"{k} {v}" for k, v in status.items()) if isinstance(status, dict) else as_text(status)
     if line := re.search(r"^Groups:?[ \t]*([\d \t]*)$", lines, re.M):
@@ -158,8 +194,7 @@ def sync_access(raw: dict[str, Any], patch: dict[str, Any]) -> None:
             continue
         if not everywhere and not {"mode", "uid", "gid"} & set(changed):
             continue
-        text = as_text(node.get("mode")) or "0660"
-        mode = int(text, 8) if set(text) <= set("01234567") else 0o660
+        mode = as_mode(node.get("mode", "0660"))
         root = as_int(now.get("uid"), -1) == 0 and full
         owner = as_int(now.get("uid"), -1) == as_int(node.get("uid")) and mode & 0o600 == 0o600 and full
         member = as_int(node.get("gid"), -2) in groups and mode & 0o060 == 0o060
@@ -178,18 +213,34 @@ def gpu_files(gpus: object) -> dict[str, Any]:
     """Write the files that the kernel would show for a list of GPUs; see docs/cases.md for the keys."""
     out: dict[str, dict[str, Any]] = {"files": {}, "links": {}, "nodes": {}}
     index = 0
-    for entry in gpus if isinstance(gpus, list) else []:
-        entry = as_dict(entry)
+    for entry in gpus if isinstance(gpus, list) else [gpus]:
+        entry = {"gfx": entry} if isinstance(entry, str) else as_dict(entry)
+        if not entry:
+            continue
         for _ in range(max(1, min(as_int(entry.get("count"), 1), 64))):
             _one_gpu(out, entry, index)
             index += 1
     return out
 
 
+def _device(value: object, known: tuple[str, ...]) -> str:
+    """A PCI device id as people write it: `744c`, `"0x744c"`, or YAML's 0x744c, which is a number by then."""
+    text = as_text(value).lower().removeprefix("0x")
+    if isinstance(value, int) and not isinstance(value, bool):
+        as_hex = f"{value:04x}"
+        if len(text) > 4 or (as_hex in known and text not in known):
+            text = as_hex
+    return text if re.fullmatch(r"[0-9a-f]{1,4}", text) else ""
+
+
 def _one_gpu(out: dict[str, dict[str, Any]], entry: dict[str, Any], index: int) -> None:
     row = load_table().gpu(as_text(entry.get("gfx")))
-    gfx_version = row.target_version if row else as_int(entry.get("target_version"))
-    device = as_text(entry.get("device")) or (row.pci[0].partition("-")[0] if row and row.pci else "0000")
+    named = as_text(entry.get("gfx"))
+    unknown = encode_target(named) if is_gfx(named) else 0
+    gfx_version = row.target_version if row else as_int(entry.get("target_version"), unknown)
+    device = _device(entry.get("device"), row.pci if row else ()) or (
+        row.pci[0].partition("-")[0] if row and row.pci else "0000"
+    )
     bus = 0x03 + 0x10 * index if row and row.wavefront == 64 else 0x03 + index
     bdf = as_text(entry.get("bdf")) or f"0000:{bus:02x}:00.0"
     number = [int(part, 16) for part in bdf.replace(".", ":").split(":")]

@@ -9,10 +9,13 @@ from typing import Any
 from surefoot.machine import hardware, torch_facts
 from surefoot.machine.gfx import parse_override
 from surefoot.machine.hardware import AMD, NVIDIA, KfdGpu, PciGpu
-from surefoot.machine.snapshot import Dist, Snapshot, as_dict, as_float, as_int
+from surefoot.machine.snapshot import Dist, Snapshot, as_dict, as_float, as_int, as_numbers
 from surefoot.machine.table import load_table
 from surefoot.machine.torch_facts import Torch
 from surefoot.machine.versions import Version, parse_version
+
+#: What systemd-detect-virt says of containers, which are no virtual machines.
+_CONTAINERS = ("docker", "podman", "lxc", "lxc-libvirt", "systemd-nspawn", "openvz", "rkt", "proot", "container-other")
 
 #: Commands that a capture runs by itself; any other command in a snapshot was run by a person who had a reason.
 _CAPTURED = frozenset(
@@ -76,13 +79,19 @@ class Machine:
             return "apptainer"
         if see.present("/run/.containerenv") or see.env("container") == "podman":
             return "podman"
-        if see.env("container") == "lxc" or "/lxc" in see.text("/proc/1/cgroup"):
+        told = re.search(r"(?:^|\0|\n)container=([\w-]+)", see.text("/proc/1/environ"))
+        detected = see.command("systemd-detect-virt")
+        marks = {see.env("container") or "", told.group(1) if told else "", detected.out.strip() if detected else ""}
+        if marks & {"lxc", "lxc-libvirt", "systemd-nspawn", "openvz"} or "/lxc" in see.text("/proc/1/cgroup"):
             return "lxc"
+        if "podman" in marks:
+            return "podman"
         if (
             self.virtual_machine == "firecracker"
         ):  # such a micro-VM may carry an image's marker file without being a container
             return ""
-        return "docker" if see.present("/.dockerenv") or "docker" in see.text("/proc/1/cgroup") else ""
+        marked = see.present("/.dockerenv") or "docker" in see.text("/proc/1/cgroup") or "docker" in marks
+        return "docker" if marked else ""
 
     @cached_property
     def sandbox(self) -> str:
@@ -106,7 +115,7 @@ class Machine:
         if found:
             return found
         detected = see.command("systemd-detect-virt")
-        if detected and detected.out.strip() not in ("", "none", "docker", "podman", "lxc", "wsl"):
+        if detected and detected.out.strip() not in ("", "none", "wsl", *_CONTAINERS):
             return detected.out.strip()
         return "some" if re.search(r"^flags\b.*\bhypervisor\b", see.text("/proc/cpuinfo"), re.M) else ""
 
@@ -168,7 +177,8 @@ class Machine:
     @cached_property
     def pci_looked(self) -> bool:
         """Whether the PCI bus could be listed."""
-        return bool(self.snapshot.listing(hardware.PCI)) or self.snapshot.absent(hardware.PCI)
+        listed = self.snapshot.listed(hardware.PCI) or bool(self.snapshot.listing(hardware.PCI))
+        return listed or self.snapshot.absent(hardware.PCI)
 
     @cached_property
     def kfd(self) -> tuple[KfdGpu, ...]:
@@ -179,7 +189,12 @@ class Machine:
     def reachable(self) -> tuple[KfdGpu, ...]:
         """GPUs whose render node exists here, in ROCm's own order (containers are often given only some)."""
         see = self.snapshot
-        return tuple(g for g in self.kfd if g.render_minor < 0 or not see.absent(f"/dev/dri/renderD{g.render_minor}"))
+        here = [g for g in self.kfd if g.render_minor < 0 or not see.absent(f"/dev/dri/renderD{g.render_minor}")]
+        nodes = {g.node: see.node(f"/dev/dri/renderD{g.render_minor}") for g in here}
+        forbidden = {number for number, node in nodes.items() if node and node.open == "EPERM"}
+        if len(forbidden) < len(here):  # ROCm skips a node that a device cgroup forbids
+            here = [g for g in here if g.node not in forbidden]
+        return tuple(here)
 
     @cached_property
     def visible(self) -> tuple[KfdGpu, ...]:
@@ -345,10 +360,11 @@ class Machine:
         line = re.search(r"^Groups:?[ \t]*([\d \t]*)$", self.snapshot.text("/proc/self/status"), re.M)
         if line:
             return frozenset(as_int(g, -1) for g in line.group(1).split()) | frozenset([as_int(process.get("gid"), -1)])
-        if not isinstance(process.get("groups"), list):
+        numbers = as_numbers(process.get("groups"))
+        if numbers is None:
             return None
-        extra = [process["gid"]] if isinstance(process.get("gid"), int) else []
-        return frozenset(as_int(g, -1) for g in [*process["groups"], *extra])
+        extra = [process["gid"]] if as_int(process.get("gid"), -1) >= 0 else []
+        return frozenset(as_int(g, -1) for g in [*numbers, *extra])
 
     @cached_property
     def root(self) -> bool:
@@ -364,6 +380,7 @@ class Machine:
             value = line.group(1) if line.group(1) == "unlimited" else int(line.group(1))
         if value == "unlimited":
             return float("inf")
+        value = as_int(value, -1) if isinstance(value, str) else value
         return as_float(value, -1.0) if isinstance(value, (int, float)) and as_float(value, -1.0) >= 0 else None
 
     @cached_property

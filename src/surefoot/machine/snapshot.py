@@ -10,6 +10,7 @@ from __future__ import annotations
 import fnmatch
 import json
 import posixpath
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -104,6 +105,22 @@ def as_int(value: object, default: int = 0) -> int:
         return default
 
 
+def as_mode(value: object, default: int = 0o660) -> int:
+    """Take permission bits as people write them: `"0660"`, `660`, `0o660`, YAML's octal 0660 (432), `crw-rw----`."""
+    if isinstance(value, str):
+        text = value.strip().lower()
+        if re.fullmatch(r"(0o)?[0-7]{3,7}", text):
+            return int(text.removeprefix("0o"), 8) & 0o7777
+        if re.fullmatch(r".?([r-][w-][xst-]){3}[+.@]?", text):
+            letters = text.rstrip("+.@")[-9:]
+            return sum(1 << (8 - i) for i, letter in enumerate(letters) if letter != "-")
+        return default
+    number = as_int(value, default)
+    if number > 0o777 and re.fullmatch(r"[0-7]{3}", str(number)):  # digits that were meant as octal
+        return int(str(number), 8)
+    return number & 0o7777 if number >= 0 else default
+
+
 def as_float(value: object, default: float = 0.0) -> float:
     """Take a finite number; anything else gives the default."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
@@ -116,6 +133,13 @@ def as_texts(value: object) -> tuple[str, ...]:
     if isinstance(value, str):
         return (value,)
     return tuple(as_text(v) for v in value if as_text(v)) if isinstance(value, (list, tuple)) else ()
+
+
+def as_numbers(value: object) -> list[int] | None:
+    """Take a list of whole numbers, also one written as text (`1000 44`); anything else counts as unknown."""
+    if isinstance(value, str) and re.fullmatch(r"\s*(\d{1,10}[\s,]*)*", value):
+        value = re.split(r"[\s,]+", value.strip()) if value.strip() else []
+    return [as_int(v, -1) for v in value] if isinstance(value, list) else None
 
 
 def dist_name(name: str) -> str:
@@ -212,12 +236,8 @@ class Snapshot:
         value = self._kinds["nodes"].get(path)
         if not isinstance(value, dict) or self._gone(path):
             return None
-        mode = value.get("mode", "0660")
-        mode = (
-            int(mode, 8) if isinstance(mode, str) and mode.isdigit() and set(mode) <= set("01234567") else as_int(mode)
-        )
         return Node(
-            mode,
+            as_mode(value.get("mode", "0660")),
             as_int(value.get("uid")),
             as_int(value.get("gid"), -1),
             as_text(value.get("group")),
@@ -259,6 +279,11 @@ class Snapshot:
         listed = set(as_texts(self._kinds["dirs"].get(path))) | self._names.get(path, set())
         return tuple(sorted(name for name in listed - {PARTIAL} if posixpath.join(path, name) not in self._absent))
 
+    def listed(self, path: str) -> bool:
+        """Tell whether a folder's own list of names was captured, be it empty."""
+        path = clean_path(path)
+        return isinstance(self._kinds["dirs"].get(path), list) and not self._gone(path)
+
     def glob(self, pattern: str) -> Iterator[str]:
         """Captured files, folders, links and nodes whose whole path matches a shell pattern, in sorted order."""
         pattern = clean_path(pattern)
@@ -277,6 +302,8 @@ class Snapshot:
     def env(self, name: str) -> str | None:
         """An environment variable, or None when it is not set (or the environment was not captured)."""
         value = self.section("env").get(name)
+        if isinstance(value, bool):  # YAML reads an unquoted TRUE so
+            return "1" if value else "0"
         return as_text(value) if isinstance(value, (str, int, float)) and not isinstance(value, bool) else None
 
     def command(self, name: str) -> Command | None:

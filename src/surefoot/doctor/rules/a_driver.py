@@ -79,8 +79,8 @@ def f05(m: Machine) -> Hit | None:
     if enrolled and "already enrolled" in enrolled.out:
         return None
     pattern = (
-        r"Key was rejected by service|Loading of module with unavailable key|amdgpu: .*module verification "
-        r"failed.*rejected"
+        r"Key was rejected by service|unsigned module loading is restricted|"
+        r"Loading of module with unavailable key|amdgpu: .*module verification failed.*rejected"
     )
     text = said(m, pattern)
     if text and m.module_loaded is not True:
@@ -335,8 +335,10 @@ def f18(m: Machine) -> Hit | None:
 
 def f19(m: Machine) -> Hit | None:
     """The GPU's memory has uncorrectable errors."""
-    text = m.kernel_said(
-        r"uncorrectable hardware errors? detected|poison (is )?consumed|Saved bad pages \d+ reaches threshold"
+    text = said(
+        m,
+        r"(?<!\b0 )(?<!\b0 new )uncorrectable (hardware|ECC) errors?( detected)?|poison (is )?consumed|"
+        r"Saved bad pages \d+ reaches threshold",
     )
     counts = []
     for path in m.snapshot.glob("/sys/class/drm/card*/device/ras/*_err_count"):
@@ -345,4 +347,4 @@ def f19(m: Machine) -> Hit | None:
             counts.append(f"{path}: ue: {errors.group(1)}")
     if not text and not counts:
         return None
-    return seen(f"dmesg: {text}" if text else "", *counts, card=gpu_words(m))
+    return seen(text, *counts, card=gpu_words(m))

@@ -102,9 +102,32 @@ def _access_hit(m: Machine, which: str) -> Hit | None:
     )  # fmt: skip
 
 
+def _told_denied(m: Machine) -> str:
+    """What a program said of a refused /dev/kfd, where nobody tried to open it here."""
+    if kfd_open(m) not in ("", "EACCES") or _kind_of_denial(m)[0]:
+        return ""
+    return said(m, r"Unable to open /dev/kfd read-write: Permission denied|not member of .?(render|video).? group")
+
+
+def _old_session(m: Machine) -> bool:
+    """Whether the group file lists the user for /dev/kfd while this process lacks the group."""
+    node = m.snapshot.node("/dev/kfd")
+    in_process, in_file = _who(m, node) if node else (False, False)
+    return in_file and not in_process and m.groups is not None and not m.container
+
+
+def _pod_fix(found: Hit) -> tuple[str, ...]:
+    return (
+        "# in the pod's spec: || 在 Pod 的 spec 中：",
+        f"# securityContext: {{supplementalGroups: [{found.values['gid']}]}}",
+    )
+
+
 def f21(m: Machine) -> Hit | None:
     """The user is in no group that may open the GPU's nodes."""
     found = _access_hit(m, "f21")
+    if found and m.container == "k8s":
+        return Hit(found.evidence, found.values, fix=_pod_fix(found))
     if found and m.container:
         flags = found.values["flags"]
         return Hit(
@@ -115,28 +138,22 @@ def f21(m: Machine) -> Hit | None:
                 "# take the numbers from this host: stat -c %g /dev/kfd || 数字取自本机：stat -c %g /dev/kfd",
             ),
         )
-    if (
-        not found
-        and m.log_said(r"Unable to open /dev/kfd read-write: Permission denied|not member of .?(render|video).? group")
-        and kfd_open(m) in ("", "EACCES")
-        and not _kind_of_denial(m)[0]
-    ):
-        return seen(
-            said(m, r"Unable to open /dev/kfd read-write: Permission denied|not member of"),
-            group="render",
-            groups="render,video",
-            path="/dev/kfd",
-        )
+    if not found and (text := _told_denied(m)) and not _old_session(m):
+        return seen(text, group="render", groups="render,video", path="/dev/kfd")
     return found
 
 
 def f22(m: Machine) -> Hit | None:
     """The group file already lists the user, but this session is older."""
     found = _access_hit(m, "f22")
+    node = m.snapshot.node("/dev/kfd")
+    if not found and node and (text := _told_denied(m)) and _old_session(m):
+        name = node.group or str(node.gid)
+        found = seen(text, _groups_words(m), group=name, groups=name, gid=str(node.gid), path="/dev/kfd")
     if not found:
         return None
     name, members = group_members(m, int(found.values["gid"]))
-    return Hit((*found.evidence, f"/etc/group: {name} has {', '.join(members)}"), found.values)
+    return Hit((*found.evidence, f"/etc/group: {name} has {', '.join(members)}"), found.values, seen=found.seen)
 
 
 def f23(m: Machine) -> Hit | None:
@@ -153,17 +170,16 @@ def f24(m: Machine) -> Hit | None:
         f"/etc/group: {x}" for x in m.snapshot.text("/etc/group").splitlines() if x.startswith(("render:", "video:"))
     ]
     if m.container == "k8s":
-        fix = (
-            "# in the pod's spec: || 在 Pod 的 spec 中：",
-            f"# securityContext: {{supplementalGroups: [{found.values['gid']}]}}",
-        )
-        return Hit((*found.evidence, *names), found.values, fix=fix)
+        return Hit((*found.evidence, *names), found.values, fix=_pod_fix(found))
     return Hit((*found.evidence, *names), found.values)
 
 
 def f25(m: Machine) -> Hit | None:
     """The device cgroup forbids the nodes."""
     refused = denied(m, "EPERM")
+    some_open = kfd_open(m) == "ok" and any(m.snapshot.node(f"{RENDER}{g.render_minor}") for g in m.reachable)
+    if refused and some_open and not any(f"{RENDER}{g.render_minor}" in dict(refused) for g in m.reachable):
+        return None  # a share of the GPUs was given, which F27 judges
     if refused:
         return hit(
             *(_describe(p, n) for p, n in refused[:3]), f"this is a {m.container} container" if m.container else ""
@@ -188,29 +204,39 @@ def f27(m: Machine) -> Hit | None:
     text = m.log_said(r"invalid device ordinal|hipErrorInvalidDevice\b")
     if shares and not (text or ranks > given):
         return None
-    missing = [f"{RENDER}{g.render_minor}" for g in m.kfd if g not in m.reachable]
+    kept_away = [f"{RENDER}{g.render_minor}" for g in m.kfd if g not in m.reachable]
+    missing = [p for p in kept_away if m.snapshot.absent(p)]
+    forbidden = [p for p in kept_away if p not in missing]
     evidence = (
         f"KFD lists {all_of_them} GPUs, {given} of them have a render node here",
-        f"not there: {', '.join(missing[:8])}",
+        f"not there: {', '.join(missing[:8])}" if missing else "",
+        f"opening gives EPERM: {', '.join(forbidden[:8])}" if forbidden else "",
     )
     extra = f"{ranks} ranks are started on this node" if ranks > given else ""
     return seen(*evidence, f"log: {text}") if text else hit(*evidence, extra)
 
 
+def _shm_size(m: Machine) -> int:
+    """Bytes that /dev/shm is limited to; 0 when it is not, or nobody could look."""
+    size = re.search(r"^\S+ /dev/shm \S+ \S*\bsize=(\d{1,15})([kKmMgG]?)\b", m.snapshot.text("/proc/mounts"), re.M)
+    return int(size.group(1)) << {"": 0, "k": 10, "m": 20, "g": 30}[size.group(2).lower()] if size else 0
+
+
 def f28(m: Machine) -> Hit | None:
     """Too little shared memory for data loader workers and RCCL."""
     text = m.log_said(
-        r"DataLoader worker .*killed by signal: Bus error|insufficient shared memory|shm_open.*No space "
-        r"left|/dev/shm/\S* .*No space left"
+        r"DataLoader worker .*killed by signal: Bus error|"
+        r"DataLoader worker[^\n]*exited unexpectedly[^\0]{0,400}Bus error|"
+        r"Error while creating shared memory segment|insufficient shared memory|shm_open.*No space left|"
+        r"/dev/shm/\S* .*No space left"
     )
-    size = re.search(r"^\S+ /dev/shm \S+ \S*\bsize=(\d{1,15})k", m.snapshot.text("/proc/mounts"), re.M)
-    small = size is not None and int(size.group(1)) <= 65536
-    if text and not (size and not small):
-        return seen(f"log: {text}", f"/dev/shm holds {int(size.group(1)) // 1024} MiB" if size else "")
+    size = _shm_size(m)
+    small = 0 < size <= 64 << 20
+    words = f"/dev/shm holds {size >> 20} MiB" if size else ""
+    if text and (small or not size):
+        return seen(f"log: {text}", words)
     if small and m.container and m.torch and m.torch.flavour != "cpu":
-        return hit(
-            f"/dev/shm holds {int(size.group(1)) // 1024} MiB" if size else "", f"this is a {m.container} container"
-        )
+        return hit(words, f"this is a {m.container} container")
     return None
 
 

@@ -138,7 +138,7 @@ def f51(m: Machine) -> Hit | None:
     mine = owners(m, "triton")
     text = m.log_said(
         r"has no attribute '?launch_enter_hook|ptxas fatal.*sm_|0 active drivers|triton\S* .*cannot "
-        r"import name|No module named 'triton\."
+        r"import name|cannot import name '\w+' from 'triton|No module named 'triton\."
     )
     if len(mine) > 1:
         evidence = f"triton/ belongs to {' and '.join(mine)}"
@@ -178,7 +178,7 @@ def f52(m: Machine) -> Hit | None:
 
 def f53(m: Machine) -> Hit | None:
     """Too little room to unpack the wheel."""
-    text = m.log_said(r"No space left on device|Errno 28|not enough free (disk )?space")
+    text = m.log_said(r"No space left on device(?!.*/dev/shm)|Errno 28(?!.*/dev/shm)|not enough free (disk )?space")
     needed = {"venv": 15.0, "tmp": 6.0, "pip_cache": 6.0}
     tight = []
     for name, row in m.snapshot.section("disk").items():
@@ -227,11 +227,19 @@ def f55(m: Machine) -> Hit | None:
         (),
     )
     wants = asked or rocm_of_tag(local_tag(torch.version))
-    have = parse_version(core.version)
-    words = f"torch {torch.version} wants ROCm {short(wants, 3)}, rocm-sdk-core is {core.version}"
+    parts = [core, *(m.dists[n] for n in _sdk_parts(m) if n in m.dists)]
+    odd = [d for d in parts if parse_version(d.version)[: len(wants)][:3] != wants[:3]]
+    other = (odd or [core])[0]
+    words = f"torch {torch.version} wants ROCm {short(wants, 3)}, {other.name} is {other.version}"
     if text:
         return seen(f"log: {text}", words)
-    return hit(words) if wants[:2] >= (7, 9) and have[: len(wants)][:3] != wants[:3] else None
+    return hit(words) if wants[:2] >= (7, 9) and odd else None
+
+
+def _sdk_parts(m: Machine) -> list[str]:
+    """Packages that must be of one release with rocm-sdk-core; an empty one from PyPI is another matter."""
+    names = ["rocm-sdk-libraries", *(f"rocm-sdk-device-{t}" for t in m.targets)]
+    return [n for n in names if n in m.dists and not m.dists[n].version.startswith("0.0.1")]
 
 
 def lacking_device_package(m: Machine) -> list[str]:

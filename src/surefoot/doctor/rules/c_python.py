@@ -9,7 +9,7 @@ from surefoot.doctor.clues import amd_context, display_only, gpu_words, is_rocm,
 from surefoot.doctor.finding import Hit, hit, seen
 from surefoot.machine.facts import Machine
 from surefoot.machine.gfx import base_name
-from surefoot.machine.snapshot import Dist
+from surefoot.machine.snapshot import Dist, as_text
 from surefoot.machine.table import load_table
 from surefoot.machine.versions import local_tag, parse_version, rocm_of_tag, same_line, short, soname_major
 
@@ -163,7 +163,7 @@ def f39(m: Machine) -> Hit | None:
     table, python = load_table(), m.python_version[:2]
     text = m.log_said(
         r"No matching distribution found for torch\b|Could not find a version that satisfies the "
-        r"requirement torch\b|has no wheels? with a matching (Python|platform)"
+        r"requirement torch\b|there (is|are) no versions? of torch\b|has no wheels? with a matching (Python|platform)"
     )
     if text and amd_context(m):
         asked = re.search(r"torch==(\d+\.\d+)", m.log)
@@ -206,6 +206,9 @@ def f40(m: Machine) -> Hit | None:
         reasons.append(f"the processor is {machine}; ROCm wheels exist for x86_64 only")
     if text and amd_context(m):
         return seen(f"log: {text}", *reasons)
+    refused = m.log_said(r"No matching distribution found for torch\b")
+    if reasons and refused and amd_context(m):
+        return seen(f"log: {refused}", *reasons)
     return hit(*reasons) if reasons and amd_context(m) and not is_rocm(m) else None
 
 
@@ -256,7 +259,7 @@ def library_entries(m: Machine) -> list[tuple[str, str]]:
     found = []
     for name in ("LD_LIBRARY_PATH", "LD_PRELOAD"):
         for entry in re.split(r"[:\s]", m.env(name) or ""):
-            if re.search(r"/rocm|/\.singularity\.d/libs|_rocm_sdk", entry):
+            if re.search(r"/rocm|/\.singularity\.d/libs|_rocm_sdk|/site-packages/torch/lib", entry):
                 found.append((name, entry))
     return found
 
@@ -292,6 +295,8 @@ def _clash(m: Machine, name: str, entry: str) -> str:
             n for n in m.snapshot.listing(folder) if n.startswith(("libamdhip64", "libhsa-runtime64", "librocblas"))
         ]
         return f"{name} has {entry}, where the host's {names[0]} was put" if names else ""
+    if other := _other_environment(m, folder):
+        return f"{name} has {entry}, libraries of another environment ({other})"
     root = re.match(r"(/opt/rocm(?:-[\d.]+|/core-[\d.]+)?|.*/_rocm_sdk_\w+)", folder)
     if not root:
         return ""
@@ -306,6 +311,14 @@ def _clash(m: Machine, name: str, entry: str) -> str:
     if not version and majors and wanted not in majors:
         return f"{name} has {entry} with libamdhip64.so.{min(x for x in majors if x is not None)}"
     return ""
+
+
+def _other_environment(m: Machine, folder: str) -> str:
+    """The environment that a folder inside some site-packages belongs to, if that is not the one looked at."""
+    found = re.match(r"(/.+)/lib(?:64)?/python[\d.]+/site-packages/(?:torch/lib|_rocm_sdk_)", folder)
+    executable = as_text(m.python.get("executable"))
+    own = {executable.rpartition("/bin/")[0], (m.env("VIRTUAL_ENV") or "").rstrip("/")} - {"", "/usr", "/usr/local"}
+    return found.group(1) if found and own and found.group(1) not in own else ""
 
 
 def _in_name(path: str) -> tuple[int, ...]:

@@ -112,6 +112,14 @@ def f60(m: Machine) -> Hit | None:
     """Integrated graphics in the way of the discrete card."""
     small = [g for g in m.visible if g.integrated]
     large = [g for g in m.visible if not g.integrated]
+    hidden = [g for g in m.reachable if not g.integrated and g not in m.visible]
+    if small and not large and hidden and (poor := [g for g in small if m.covers(effective(m, g.gfx)) is False]):
+        names = ("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
+        lists = (f"{n}={v}" for n in names if (v := m.env(n)) is not None)
+        return hit(
+            f"visible: {', '.join(g.name for g in m.visible)}", f"{poor[0].name} is part of the processor",
+            f"hidden: {', '.join(g.name for g in hidden)}", *lists,
+        )  # fmt: skip
     if not small or not large:
         return None
     text = m.log_said(r"shared object initialization failed")

@@ -27,12 +27,15 @@ def hipcc_there(m: Machine) -> bool | None:
     return False if m.snapshot.missing_command("hipcc") else None
 
 
+_NO_CUDA = (
+    r"CUDA_HOME\S* (environment variable )?is not set|CUDA_HOME .*not set|nvcc\S* (was |is )?not "
+    r"found|nvcc.*No such file|nvcc not in path"
+)
+
+
 def f67(m: Machine) -> Hit | None:
     """A build looks for CUDA because it found no ROCm to build with."""
-    text = m.log_said(
-        r"CUDA_HOME\S* (environment variable )?is not set|CUDA_HOME .*not set|nvcc\S* (was |is )?not "
-        r"found|nvcc.*No such file|nvcc not in path"
-    )
+    text = m.log_said(_NO_CUDA)
     if not text or not amd_context(m):
         return None
     missing = "no hipcc is installed" if hipcc_there(m) is False else ""
@@ -46,8 +49,20 @@ def f68(m: Machine) -> Hit | None:
         r"build.?isolation|get_requires_for_build|subprocess-exited-with-error|Getting requirements to "
         r"build|pip-build-env|setup\.py|Failed building wheel|build backend"
     )
-    if text and building and m.torch is not None:
-        return seen(f"log: {text}", f"torch {m.torch.version} is installed outside of the build environment")
+    if m.torch is None:
+        return None
+    outside = f"torch {m.torch.version} is installed outside of the build environment"
+    if text and building:
+        return seen(f"log: {text}", outside)
+    cuda = m.log_said(_NO_CUDA)
+    fetched = m.log_said(
+        r"(Downloading|Using cached|Installing|Installed|Successfully installed) .*\btorch[-= ]+=?\d\S*"
+    )
+    depends = m.log_said(
+        r"Installing build dependencies|Preparing metadata|pip-build-env|Getting requirements to build"
+    )
+    if cuda and fetched and depends and "+rocm" not in fetched and is_rocm(m):
+        return seen(f"log: {fetched}", f"log: {cuda}", outside)
     return None
 
 

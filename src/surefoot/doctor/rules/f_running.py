@@ -10,6 +10,7 @@ from surefoot.machine.facts import Machine
 from surefoot.machine.gfx import is_rdna2
 from surefoot.machine.hardware import PCI
 from surefoot.machine.snapshot import as_dict, as_int, as_text, as_texts
+from surefoot.machine.table import Gpu
 from surefoot.machine.versions import parse_version
 from surefoot.machine.workarounds import expandable, ll_avoided, wrong_ll_sums
 
@@ -333,6 +334,10 @@ def f98(m: Machine) -> Hit | None:
             found.append(f"{gpu.name}: {speed}")  # Radeon cards slow their link down when idle, Instinct cards do not
         bar = re.match(r"0x([0-9a-f]+) 0x([0-9a-f]+)", m.snapshot.text(f"{folder}/resource"))
         size = int(bar.group(2), 16) - int(bar.group(1), 16) + 1 if bar else 0
+        told = (
+            re.search(rf"{re.escape(gpu.bdf)}.*Detected VRAM RAM=\d+M, BAR=(\d{{1,7}})M", m.dmesg) if gpu.bdf else None
+        )
+        size = size or (int(told.group(1)) << 20 if told else 0)
         if 0 < size <= 256 << 20 < gpu.vram:
             found.append(f"{gpu.name}: BAR 0 is {size >> 20} MiB of {gpu.vram >> 30} GiB (no resizable BAR)")
     return hit(*found) if found else None
@@ -345,6 +350,16 @@ def f99(m: Machine) -> Hit | None:
         for p in m.snapshot.glob("/sys/class/drm/card*/device/current_compute_partition")
         if m.snapshot.text(p) not in ("", "SPX")
     ]
-    if not found:
+    if found:
+        return hit(quote(m, found[0]), f"KFD lists {len(m.kfd)} GPUs" if m.kfd else "")
+    looked = any(m.snapshot.text(p) for p in m.snapshot.glob("/sys/class/drm/card*/device/current_compute_partition"))
+    slices = [
+        g for g in m.kfd if g.gfx in ("gfx942", "gfx950") and g.row and 0 < g.compute_units * 2 < _least_cu(g.row)
+    ]
+    if looked or not slices:
         return None
-    return hit(quote(m, found[0]), f"KFD lists {len(m.kfd)} GPUs" if m.kfd else "")
+    return hit(f"KFD lists {len(m.kfd)} GPUs", f"{slices[0].gfx} with {slices[0].compute_units} CUs, a part of a card")
+
+
+def _least_cu(row: Gpu) -> int:
+    return min(row.compute_units, default=0)
