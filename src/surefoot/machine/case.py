@@ -199,7 +199,10 @@ def load_cases(path: Path) -> list[Case]:
     specs = loaded["cases"] if isinstance(loaded.get("cases"), list) else [loaded]
     if not specs:
         raise UserError(f"{path} holds no case", hint="see docs/cases.md for the format")
-    return [build_case(as_dict(spec), f"{path.stem}[{number}]") for number, spec in enumerate(specs)]
+    for number, spec in enumerate(specs):
+        if not isinstance(spec, dict):
+            raise UserError(f"{path}: case {number + 1} is no mapping", hint="see docs/cases.md for the format")
+    return [build_case(spec, f"{path.stem}[{number}]") for number, spec in enumerate(specs)]
 
 
 def build_case(spec: dict[str, Any], name: str) -> Case:
