@@ -96,8 +96,6 @@ def test_the_page_of_keys_lists_every_key_and_is_up_to_date(lang, name):
 # Keys that work and that no room reads: config/ turns them into others, or takes only one value of theirs.
 SETTLED_IN_CONFIG = {"infer_backend", "do_train", "use_cpu", "no_cuda"}
 WORKING = [info.name for info in TABLE.values() if info.status == "works" and info.name not in SETTLED_IN_CONFIG]
-# To be read by the training room; take it out of here then.
-PENDING: set[str] = set()
 
 
 @pytest.fixture(scope="module")
@@ -106,8 +104,6 @@ def other_rooms() -> str:
     return "\n".join(path.read_text(encoding="utf-8") for path in rooms.rglob("*.py") if path.parent.name != "config")
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.xfail(strict=False)) if name in PENDING else name for name in WORKING]
-)
+@pytest.mark.parametrize("name", WORKING)
 def test_every_key_that_works_is_read_somewhere(name, other_rooms):
     assert re.search(rf"\.{name}\b|[\"']{name}[\"']", other_rooms), f"no room reads cfg.{name}; what does it do?"

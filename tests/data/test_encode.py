@@ -11,12 +11,10 @@ from hypothesis import strategies as st
 from parity.byte_tokenizers import byte_level_tokenizer
 from surefoot.data.encode import (
     Dropped,
-    EncodedPrompt,
     EncodedRow,
     EncodeSettings,
     encode_batch,
     encode_example,
-    encode_prompts,
     split_budget,
 )
 from surefoot.data.messages import Example, Message
@@ -255,21 +253,3 @@ def test_split_budget_keeps_what_fits_and_never_more(source: int, target: int, c
 
 def test_split_budget_of_nothing() -> None:
     assert split_budget(0, 0, 0) == (0, 0)
-
-
-# --- prediction
-
-
-def test_prompts_and_references_share_the_cutoff() -> None:
-    template, tokenizer = prepared("default")
-    rows = [example("Q" * 40, "A" * 6), Example("d:1", (Message("user", "Q"),), ()), Example("d:2", (), ())]
-    cut, without, broken = encode_prompts(rows, template, tokenizer, EncodeSettings(20))
-    assert isinstance(cut, EncodedPrompt)
-    assert isinstance(without, EncodedPrompt)
-    assert cut.cut
-    assert (len(cut.prompt_ids), len(cut.answer_ids)) == (12, 8)
-    assert tokenizer.decode(without.prompt_ids.tolist()) == "Human: Q<|endoftext|>\nAssistan"
-    assert isinstance(broken, Dropped)
-    whole = encode_prompts(rows[1:2], template, tokenizer, LONG)[0]
-    assert isinstance(whole, EncodedPrompt)
-    assert tokenizer.decode(whole.prompt_ids.tolist()) == "Human: Q<|endoftext|>\nAssistant:"

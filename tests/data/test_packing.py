@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from surefoot.data.encode import EncodedRow
-from surefoot.data.packing import join_rows, knapsack, pack_indices, pack_rows, packed_cutoff, single_sample
+from surefoot.data.packing import join_rows, knapsack, pack_indices, pack_rows
 
 LENGTHS = st.integers(1, 40).flatmap(lambda c: st.tuples(st.lists(st.integers(0, c), max_size=60), st.just(c)))
 
@@ -70,10 +70,5 @@ def test_a_rows_first_label_counts_only_where_the_row_before_is_seen(joined: boo
 def test_example_of_llama_factory() -> None:
     # cutoff_len 16: packs of 15, rows of 5, 8, 2, 9 and 15 tokens
     rows = [row(n, i) for i, n in enumerate((5, 8, 2, 9, 15))]
-    samples, _ = pack_rows(rows, packed_cutoff(16))
+    samples, _ = pack_rows(rows, 15)
     assert [sample.segments for sample in samples] == [(15,), (9, 5), (8, 2)]
-
-
-def test_one_row_alone() -> None:
-    sample = single_sample(row(3, 7))
-    assert (sample.row_ids, sample.segments, sample.labels.tolist()) == (("d:7",), (3,), [-100, 701, 702])

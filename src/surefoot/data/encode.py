@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from surefoot.data.messages import IGNORE_INDEX, Example, Message, RowProblem
-from surefoot.data.slots import Piece, tokenize_pieces
+from surefoot.data.slots import tokenize_pieces
 from surefoot.errors import UserError
 
 if TYPE_CHECKING:
@@ -57,23 +57,6 @@ class EncodedRow:
     labels: np.ndarray
     cut: bool
     trained: int
-
-
-@dataclass(frozen=True, slots=True)
-class EncodedPrompt:
-    """A row for prediction.
-
-    Attributes:
-        row_id: the row's.
-        prompt_ids: int32 [prompt tokens].
-        answer_ids: int32 [answer tokens], the reference; empty when there is none.
-        cut: whether tokens were left out because of `cutoff_len`.
-    """
-
-    row_id: str
-    prompt_ids: np.ndarray
-    answer_ids: np.ndarray
-    cut: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +142,7 @@ def encode_batch(
     rendered: list[list[TurnPair] | Dropped] = []
     for example in examples:
         try:
-            messages = _conversation(example, answers=1)
+            messages = _conversation(example)
             rendered.append(
                 template.render_turns(messages, example.system, example.tools, drop_history_thoughts=drop_thoughts)
             )
@@ -238,55 +221,10 @@ def label_turns(
     return EncodedRow(row_id, input_ids, labels, cut, int(np.count_nonzero(labels[1:] != IGNORE_INDEX)))
 
 
-def encode_prompts(
-    examples: Sequence[Example],
-    template: Template,
-    tokenizer: PreTrainedTokenizerBase,
-    settings: EncodeSettings,
-) -> list[EncodedPrompt | Dropped]:
-    """Turn rows into prompts for prediction, with the reference answers where there are any.
-
-    Prompt and reference are cut against each other to `cutoff_len`, as LLaMA-Factory does.
-
-    Args:
-        examples: rows; the response may be absent.
-        template: the run's.
-        tokenizer: the run's, with `template.fix_tokenizer` applied.
-        settings: how long a row may be.
-
-    Returns:
-        One entry for each row, in order.
-    """
-    rendered: list[TurnPair | Dropped] = []
-    for example in examples:
-        try:
-            messages = _conversation(example, answers=len(example.response[:1]))
-            messages = messages if example.response else (*messages, Message("assistant", ""))
-            rendered.append(template.render_oneturn(messages, example.system, example.tools))
-        except RowProblem as problem:
-            rendered.append(Dropped(example.row_id, problem.reason, problem.detail))
-    sides: list[list[Piece]] = [side for pair in rendered if not isinstance(pair, Dropped) for side in pair]
-    ids = iter(tokenize_pieces(tokenizer, sides))
-    prompts: list[EncodedPrompt | Dropped] = []
-    for example, pair in zip(examples, rendered, strict=True):
-        if isinstance(pair, Dropped):
-            prompts.append(pair)
-            continue
-        prompt, answer = next(ids), next(ids)
-        if template.efficient_eos:
-            answer = [*answer, tokenizer.eos_token_id]
-        prompt_kept, answer_kept = split_budget(len(prompt), len(answer), settings.cutoff_len)
-        cut = prompt_kept < len(prompt) or answer_kept < len(answer)
-        arrays = np.array(prompt[:prompt_kept], np.int32), np.array(answer[:answer_kept], np.int32)
-        prompts.append(EncodedPrompt(example.row_id, *arrays, cut))
-    return prompts
-
-
-def _conversation(example: Example, answers: int) -> tuple[Message, ...]:
+def _conversation(example: Example) -> tuple[Message, ...]:
     """The row's turns, or the problem that makes it no conversation."""
-    if len(example.response) != answers:
-        what = "no answer" if len(example.response) < answers else "more than one answer"
-        raise RowProblem(what)
+    if len(example.response) != 1:
+        raise RowProblem("more than one answer" if example.response else "no answer")
     if len(example.prompt) % 2 == 0:
         raise RowProblem("its turns do not alternate", f"{len(example.prompt)} turns before the answer")
     return example.prompt + example.response

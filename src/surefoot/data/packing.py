@@ -12,11 +12,6 @@ from surefoot.data.encode import EncodedRow
 from surefoot.data.messages import IGNORE_INDEX, Sample
 
 
-def packed_cutoff(cutoff_len: int) -> int:
-    """Most tokens of a packed sample: LLaMA-Factory takes one off `cutoff_len` when `packing` is set."""
-    return cutoff_len - 1
-
-
 def knapsack(lengths: Iterable[int], capacity: int) -> list[list[int]]:
     """Pack lengths into bins: each bin takes the largest length that still fits, again and again.
 
@@ -80,11 +75,6 @@ def pack_indices(lengths: Sequence[int], capacity: int) -> list[list[int]]:
     return bins
 
 
-def single_sample(row: EncodedRow) -> Sample:
-    """A sample of one row."""
-    return Sample((row.row_id,), row.input_ids, row.labels, (len(row.input_ids),))
-
-
 def join_rows(rows: Sequence[EncodedRow], *, joined: bool = False) -> Sample:
     """A sample of several rows.
 
@@ -119,7 +109,7 @@ def pack_rows(
 
     Args:
         rows: the rows of one batch (LLaMA-Factory packs within `preprocessing_batch_size` rows).
-        capacity: most tokens of a sample, see `packed_cutoff`.
+        capacity: most tokens of a sample.
         joined: whether attention may cross from a row into the rows before it.
 
     Returns:

@@ -15,7 +15,6 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-LANGUAGES = ("en", "zh")
 #: Stands between the English and the Chinese of a piece of evidence that brings both.
 BOTH = " ||| "
 

@@ -10,7 +10,7 @@ from surefoot.machine.gfx import base_name, decode_target, is_gfx
 from surefoot.machine.snapshot import Snapshot, as_int, key_values
 from surefoot.machine.table import Gpu, load_table
 
-AMD, NVIDIA, INTEL = "0x1002", "0x10de", "0x8086"
+AMD, NVIDIA = "0x1002", "0x10de"
 KFD = "/sys/devices/virtual/kfd/kfd/topology/nodes"
 PCI = "/sys/bus/pci/devices"
 

@@ -195,14 +195,6 @@ def apply_environment(plan: list[Workaround], environ: MutableMapping[str, str])
     return changed
 
 
-def apply_config(plan: list[Workaround], config: Mapping[str, Any]) -> dict[str, Any]:
-    """Lay the plan's YAML changes over a configuration, as a new mapping."""
-    changed = dict(config)
-    for entry in plan:
-        changed.update(entry.set_config)
-    return changed
-
-
 #: Variables that a run's record keeps, so that anyone can see what the training process really got.
 RECORDED = re.compile(
     r"^(HIP|HSA|ROCR|ROCM|ROCBLAS|HIPBLASLT|MIOPEN|NCCL|RCCL|PYTORCH|TORCH|TRITON|CUDA|AMD|GPU|OMP)_|^DISABLE_ADDMM_CUDA_LT$"

@@ -6,6 +6,7 @@ An estimate from shapes, to plan by: what a real run uses is measured by it and 
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,8 @@ GIB = 2**30
 SPENT_SHARE = 0.85
 # A CPU gains nothing from passes beyond this, and loses its caches.
 CPU_TOKENS = 8192
+# Planned with where the system says nothing of its memory (Windows); `memory` in the YAML overrides the plan.
+UNKNOWN_MEMORY = 4 * GIB
 MASTER_BYTES = 4
 ADAM_BYTES = 8
 
@@ -178,17 +181,12 @@ def free_memory(device: str) -> int:
         import torch
 
         return torch.cuda.mem_get_info(device)[0]
-    try:
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    except OSError:
-        pass
-    import os
-
+    table = Path("/proc/meminfo")
+    if table.exists():
+        return next(int(line.split()[1]) * 1024 for line in table.read_text().splitlines() if "MemAvailable:" in line)
     if hasattr(os, "sysconf"):  # macOS has no /proc: half of what is built in
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
-    return 8 * GIB
+    return UNKNOWN_MEMORY
 
 
 def forecast(cfg: Config, lengths: Mapping[str, float], device: str) -> dict[str, Any]:
