@@ -22,6 +22,7 @@ class Recorder:
         self.evals: list[Any] = []
         self.saved_at: list[int] = []
         self.messages: list[str] = []
+        self.rewound_to: list[int] = []
         self.facts: Any = None
         self.result: Any = None
 
@@ -36,6 +37,10 @@ class Recorder:
 
     def saved(self, step, folder):
         self.saved_at.append(step)
+
+    def rewound(self, step):
+        self.steps = [event for event in self.steps if event.step <= step]
+        self.rewound_to.append(step)
 
     def told(self, message):
         self.messages.append(message)

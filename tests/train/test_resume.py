@@ -17,6 +17,7 @@ from helpers import random_table, save_tiny_model
 from surefoot.errors import UserError, WorkError
 from surefoot.train import checkpoint as checkpoint_module
 from surefoot.train.checkpoint import find_checkpoints, read_checkpoint, rotate
+from surefoot.train.clock import Clock
 
 
 def final_weights(out: str) -> dict[str, torch.Tensor]:
@@ -60,12 +61,8 @@ def test_stopped_by_a_signal_and_resumed_equals_straight(settings, start, tmp_pa
     straight, _ = start(settings)
     other = settings | {"output_dir": str(tmp_path / "stopped")}
     with monkeypatch.context() as patch:
-        from surefoot.train import loop
-
-        tell = loop._tell_step
-        patch.setattr(
-            loop, "_tell_step", lambda run, check, *rest: (tell(run, check, *rest), SignalAt(5, number).stepped(check))
-        )
+        tell = Clock.tell
+        patch.setattr(Clock, "tell", lambda *a: (tell(*a), SignalAt(5, number).stepped(a[2])))
         stopped, _ = start(other)
     assert stopped.result.stopped_by == "signal"
     assert stopped.result.steps == 5
@@ -157,9 +154,9 @@ def test_a_non_finite_weight_is_never_kept(settings, start, monkeypatch):
 
     apply = loop.apply_step
 
-    def poison(run, check):
-        apply(run, check)
-        if check.step == 4:
+    def poison(run, attempt):
+        apply(run, attempt)
+        if attempt.check.step == 4:
             next(p for p in run.model.parameters() if p.requires_grad).data.view(-1)[0] = float("nan")
 
     monkeypatch.setattr(loop, "apply_step", poison)
@@ -196,7 +193,7 @@ def test_save_total_limit_keeps_the_best(settings, start):
 def test_a_full_disk_leaves_the_checkpoint_before(settings, start, monkeypatch):
     save = checkpoint_module.save_model
 
-    def no_space(folder, model, tokenizer):
+    def no_space(folder, model, tokenizer, **_):
         save(folder, model, tokenizer)
         if "checkpoint-4" in folder.name:
             raise OSError(28, "No space left on device")

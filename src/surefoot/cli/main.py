@@ -10,6 +10,7 @@ from surefoot.cli.check import check
 from surefoot.cli.doctor import doctor
 from surefoot.cli.env import env
 from surefoot.cli.export import export
+from surefoot.cli.replay import replay
 from surefoot.cli.request import PASS_THROUGH
 from surefoot.cli.train import train
 from surefoot.cli.version import version
@@ -27,6 +28,7 @@ app.command(context_settings=PASS_THROUGH)(train)
 app.command(context_settings=PASS_THROUGH)(check)
 app.command(context_settings=PASS_THROUGH)(chat)
 app.command(context_settings=PASS_THROUGH)(export)
+app.command(context_settings=PASS_THROUGH)(replay)
 app.command()(doctor)
 app.command()(env)
 app.command()(version)

@@ -18,9 +18,24 @@ class SurefootKeys(Keys):
     )
     guard: GuardMode = works(
         "heal",
-        "What to do about a step that is not finite. So far each of them stops before the update.",
+        "What to do about a step that is not finite or breaks away: `heal` names the cause by experiment and applies "
+        "the smallest cure that agrees with float32; `watch` names it and stops; `off` stops before the update.",
         purposes=TRAIN,
     )
+    guard_preflight: bool = works(
+        True, "Look for known faults of data, weights and precision before step 1; takes seconds.", purposes=TRAIN
+    )
+    precision_plan: str | None = works(
+        None,
+        "Start with the changes of an earlier run's `surefoot/precision_plan.json`, as the guard wrote it.",
+        purposes=TRAIN,
+    )
+    emulate: Literal["none", "gfx90a"] = works(
+        "none",
+        "Compute as another card does: `gfx90a` flushes subnormal numbers in float16 and bfloat16 matrix products.",
+        purposes=TRAIN,
+    )
+    compile: bool = works(False, "Compile each decoder layer: faster steps after a slower first one.", purposes=TRAIN)
     memory: Annotated[int, Field(ge=1)] | Literal["auto"] = works(
         "auto", "Tokens that one forward and backward pass may hold; `auto` plans it from the device.", purposes=TRAIN
     )

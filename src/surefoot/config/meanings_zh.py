@@ -388,7 +388,12 @@ GENERATING = {
 
 SUREFOOT = {
     "compute_dtype": "计算精度；优先于 `bf16` 和 `fp16`。被训练的权重为 fp32。",
-    "guard": "遇到非有限的步如何处理。目前各选项都在更新之前停止。",
+    "guard": "遇到非有限或偏离正轨的步如何处理：`heal` 用实验找出原因，并采用与 float32 一致的最小补救；"
+    "`watch` 找出原因后停止；`off` 在更新之前停止。",
+    "guard_preflight": "在第 1 步之前检查数据、权重和精度的已知问题；只需几秒。",
+    "precision_plan": "从早先运行的 `surefoot/precision_plan.json`（由守护模块写出）中的改动开始训练。",
+    "emulate": "像另一种显卡那样计算：`gfx90a` 在 float16 和 bfloat16 矩阵乘法中把次正规数清零。",
+    "compile": "编译每个解码层：第一步较慢，之后更快。",
     "memory": "一次前向与反向可容纳的词元数；`auto` 按设备规划。",
     "packing_mode": "同一包中的样本是否互相可见。",
     "device": "在哪里计算：auto、cpu、cuda（AMD 或 NVIDIA）或 cuda:N。",

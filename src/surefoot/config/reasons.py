@@ -19,8 +19,8 @@ OWN_KERNELS = Reason(
     "Surefoot 自带快速路径（打包计算、从不构造完整 logits 的损失），不需要这类内核。",
 )
 OWN_COMPILE = Reason(
-    "Surefoot decides itself what to compile; this version compiles nothing.",
-    "由 Surefoot 自行决定编译什么；当前版本不做编译。",
+    "Surefoot compiles decoder layers itself where it is asked to; see `compile`.",
+    "需要时由 Surefoot 自行编译解码层；见 `compile`。",
 )
 RECOMPUTE = Reason(
     "Recomputing is a memory decision here: layers are recomputed only when memory asks for it, always non-reentrant. "

@@ -61,7 +61,7 @@ def resolve(values: Values, given: Values, purpose: Purpose, source: Path | None
 def _home_folders(values: Values) -> None:
     """Expand a leading ~, which a shell leaves alone inside a YAML."""
     keys = ("model_name_or_path", "output_dir", "export_dir", "dataset_dir", "tokenized_path", "cache_dir")
-    for key in (*keys, "resume_from_checkpoint", "logging_dir"):
+    for key in (*keys, "resume_from_checkpoint", "logging_dir", "precision_plan"):
         if isinstance(values.get(key), str) and values[key].startswith("~"):
             values[key] = os.path.expanduser(values[key])  # noqa: PTH111  (a Path would drop a last slash)
     if values["adapter_name_or_path"]:

@@ -6,8 +6,10 @@ P padded slots of all buckets together, K tokens that carry loss.
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -23,16 +25,52 @@ BUCKET_SHARE = 0.75
 class AttentionLayout:
     """How the packed rows of a pass are gathered into right-padded batches for attention alone.
 
+    The numbers lie in two tensors, so that one copy sends them to a device and a compiled layer can hand them on.
+
     Attributes:
-        buckets: for each bucket the packed position of every slot, int64 [N, L]; a padding slot repeats the
-            sample's last token, whose result nobody reads.
-        slots_T: for each packed token its slot among all buckets' slots laid end to end, int64 [T].
-        lengths: tokens of each attention span, in packed order.
+        index_S: the packed position of every slot of every bucket, then for each packed token its slot among all
+            of them, int64 [slots + tokens]. A padding slot repeats its row's last token; nobody reads its result.
+        shapes_2B: rows and slots a row of each bucket, one after the other, int64 [2 · buckets], always on the CPU.
+        lengths: tokens of each attention span, in packed order; padding tokens are the last span.
+        padding: tokens at the end of the pass that stand for nothing; attention gives zero for them.
     """
 
-    buckets: tuple[torch.Tensor, ...]
-    slots_T: torch.Tensor
+    index_S: torch.Tensor
+    shapes_2B: torch.Tensor
     lengths: tuple[int, ...]
+    padding: int = 0
+
+    @cached_property
+    def parts(self) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
+        """The buckets and the slots, as `split_index` gives them."""
+        return split_index(self.index_S, self.shapes_2B)
+
+    @property
+    def buckets(self) -> tuple[torch.Tensor, ...]:
+        """For each bucket the packed position of every slot, int64 [N, L]."""
+        return self.parts[0]
+
+    @property
+    def slots_T(self) -> torch.Tensor:
+        """For each packed token but padding its slot among all buckets' slots laid end to end, int64 [T]."""
+        return self.parts[1]
+
+
+def split_index(index_S: torch.Tensor, shapes_2B: torch.Tensor) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
+    """Take a layout's index apart.
+
+    Args:
+        index_S: `AttentionLayout.index_S`.
+        shapes_2B: `AttentionLayout.shapes_2B`.
+
+    Returns:
+        The buckets, int64 [N, L] each, and the slots of the packed tokens, int64 [T]; views all of them.
+    """
+    numbers = shapes_2B.tolist()
+    shapes = list(zip(numbers[::2], numbers[1::2], strict=True))
+    slots = sum(rows * length for rows, length in shapes)
+    *parts, slots_T = index_S.split([*(rows * length for rows, length in shapes), index_S.shape[0] - slots])
+    return tuple(part.view(shape) for part, shape in zip(parts, shapes, strict=True)), slots_T
 
 
 @dataclass(frozen=True)
@@ -57,24 +95,24 @@ class PackedBatch:
 
     @property
     def tokens(self) -> int:
-        """Real tokens in the pass."""
+        """Tokens in the pass, padding included."""
         return self.input_ids_1T.shape[1]
 
     def to(self, device: torch.device | str) -> PackedBatch:
-        """Copy the tensors to a device."""
-        layout = AttentionLayout(
-            tuple(bucket.to(device) for bucket in self.layout.buckets),
-            self.layout.slots_T.to(device),
-            self.layout.lengths,
-        )
+        """Copy the tensors to a device, without waiting for a GPU."""
+        device = torch.device(device)
+
+        def send(tensor: torch.Tensor) -> torch.Tensor:
+            if device.type != "cuda":
+                return tensor.to(device)
+            # Pinned, or the copy would wait until the GPU has done all work before it.
+            return tensor.pin_memory().to(device, non_blocking=True)
+
+        layout = replace(self.layout, index_S=send(self.layout.index_S))
         return PackedBatch(
-            self.input_ids_1T.to(device),
-            self.position_ids_1T.to(device),
-            layout,
-            self.trained_K.to(device),
-            self.targets_K.to(device),
+            send(self.input_ids_1T), send(self.position_ids_1T), layout, send(self.trained_K), send(self.targets_K),
             self.row_ids,
-        )
+        )  # fmt: skip
 
 
 def next_token_targets(sample: Sample) -> np.ndarray:
@@ -95,6 +133,11 @@ def next_token_targets(sample: Sample) -> np.ndarray:
 def count_trained(samples: Sequence[Sample]) -> int:
     """Count the tokens that carry loss in a group of samples."""
     return int(sum(np.count_nonzero(next_token_targets(sample) != IGNORE_INDEX) for sample in samples))
+
+
+def digest(samples: Sequence[Sample]) -> int:
+    """Return a CRC-32 of the token ids of a step's samples, to recognise the step by."""
+    return zlib.crc32(b"".join(np.ascontiguousarray(sample.input_ids, dtype="<i4").tobytes() for sample in samples))
 
 
 def split_into_passes(samples: Sequence[Sample], tokens_per_pass: int) -> list[list[Sample]]:
@@ -122,11 +165,13 @@ def split_into_passes(samples: Sequence[Sample], tokens_per_pass: int) -> list[l
     return [[samples[i] for i in sorted(members)] for members in passes]
 
 
-def pack(samples: Sequence[Sample]) -> PackedBatch:
+def pack(samples: Sequence[Sample], round_to: int = 1) -> PackedBatch:
     """Lay samples end to end.
 
     Args:
         samples: at least one; together they are one pass.
+        round_to: fill the pass up with padding tokens to a multiple of this, so that compiled layers see few sizes.
+            Padding carries no loss and no row sees it.
 
     Returns:
         The pass's tensors, on the CPU.
@@ -136,10 +181,14 @@ def pack(samples: Sequence[Sample]) -> PackedBatch:
     positions_T = np.concatenate([np.arange(length) for sample in samples for length in sample.segments])
     spans = [span for sample in samples for span in attention_spans(sample)]
     trained_K = np.flatnonzero(targets_T != IGNORE_INDEX)
+    padding = -len(ids_T) % round_to
+    ids_T = np.pad(ids_T, (0, padding))
+    # Not 0, which is where a row starts, and within any model's reach.
+    positions_T = np.pad(positions_T, (0, padding), constant_values=1)
     return PackedBatch(
         torch.from_numpy(ids_T)[None],
         torch.from_numpy(positions_T)[None],
-        lay_out(spans),
+        lay_out(spans, padding),
         torch.from_numpy(trained_K),
         torch.from_numpy(targets_T[trained_K]),
         tuple(row_id for sample in samples for row_id in sample.row_ids),
@@ -151,11 +200,12 @@ def attention_spans(sample: Sample) -> tuple[int, ...]:
     return (len(sample.input_ids),) if sample.joined else sample.segments
 
 
-def lay_out(lengths: Sequence[int]) -> AttentionLayout:
+def lay_out(lengths: Sequence[int], padding: int = 0) -> AttentionLayout:
     """Group rows of like length into buckets and number their slots.
 
     Args:
         lengths: tokens of each attention span, in packed order.
+        padding: tokens behind them that take no part in attention.
 
     Returns:
         The layout, with its tensors on the CPU.
@@ -169,7 +219,7 @@ def lay_out(lengths: Sequence[int]) -> AttentionLayout:
         else:
             groups.append([index])
     slots_T = np.empty(int(sum(lengths)), dtype=np.int64)
-    buckets, used = [], 0
+    index, shapes, used = [], [], 0
     for group in groups:
         longest = lengths[group[0]]
         steps_L = np.arange(longest)
@@ -177,5 +227,8 @@ def lay_out(lengths: Sequence[int]) -> AttentionLayout:
         for place, i in enumerate(group):
             slots_T[starts[i] : starts[i] + lengths[i]] = used + place * longest + np.arange(lengths[i])
         used += bucket_NL.size
-        buckets.append(torch.from_numpy(bucket_NL))
-    return AttentionLayout(tuple(buckets), torch.from_numpy(slots_T), tuple(int(n) for n in lengths))
+        index.append(bucket_NL.ravel())
+        shapes += bucket_NL.shape
+    spans = tuple(int(n) for n in lengths) + ((padding,) if padding else ())
+    index_S = torch.from_numpy(np.concatenate([*index, slots_T]))
+    return AttentionLayout(index_S, torch.tensor(shapes), spans, padding)

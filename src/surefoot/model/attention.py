@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import contextlib
 import math
+from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,6 +26,9 @@ if TYPE_CHECKING:
 
 SDPA_NAME = "surefoot_sdpa"
 EAGER_NAME = "surefoot_eager"
+# What `islands` writes on one attention module: "eager" or "fused", and the dtype of its scores.
+KERNEL_ATTRIBUTE = "surefoot_attention_kernel"
+SCORE_DTYPE_ATTRIBUTE = "surefoot_score_dtype"
 # In 16 bits and up to this length, torch's fused CPU attention takes three times as long as the sums written out
 # (8 rows of 55 tokens, 9 heads of 64, forward and backward: 21 ms against 6.5 ms; even at 128; measured).
 CPU_EAGER_LENGTH = 96
@@ -78,8 +83,23 @@ def packed_sdpa(
     Raises:
         NotImplementedError: the model asks for attention sinks, or gave no layout.
     """
-    if kwargs.get("softcap") is not None or _short_on_cpu(query_1HTD, kwargs.get("packed_layout")):
-        return packed_eager(module, query_1HTD, key_1GTD, value_1GTD, None, scaling, dropout, **kwargs)
+    chosen = getattr(module, KERNEL_ATTRIBUTE, None)
+    if torch.compiler.is_compiling():
+        attend = partial(_as_one_operator, chosen or "auto")
+        return _in_score_dtype(module, attend, query_1HTD, key_1GTD, value_1GTD, scaling, dropout, kwargs), None
+    short = chosen is None and _short_on_cpu(query_1HTD, kwargs.get("packed_layout"))
+    attend = _written_out if short or chosen == "eager" or kwargs.get("softcap") is not None else _fused
+    return _in_score_dtype(module, attend, query_1HTD, key_1GTD, value_1GTD, scaling, dropout, kwargs), None
+
+
+def _fused(
+    query_1HTD: torch.Tensor,
+    key_1GTD: torch.Tensor,
+    value_1GTD: torch.Tensor,
+    scaling: float | None,
+    dropout: float,
+    kwargs: dict[str, Any],
+) -> torch.Tensor:
     window = kwargs.get("sliding_window")
 
     def attend(q_NHLD: torch.Tensor, k_NGLD: torch.Tensor, v_NGLD: torch.Tensor) -> torch.Tensor:
@@ -87,15 +107,16 @@ def packed_sdpa(
         windowed = window is not None and length > window
         mask_LL = window_mask(length, window, q_NHLD.device) if windowed else None
         # Grouped heads only where the fused kernels take them; with a mask they would fall to the slow path.
+        # So would float32, which flash attention does not take, and the memory-efficient kernel not grouped.
         grouped = q_NHLD.shape[1] != k_NGLD.shape[1]
-        if grouped and (windowed or q_NHLD.device.type == "cpu"):
-            k_NGLD, v_NGLD, grouped = _repeat(k_NGLD, q_NHLD), _repeat(v_NGLD, q_NHLD), False
-        with _any_shape(q_NHLD.device):
+        if grouped and (windowed or q_NHLD.device.type == "cpu" or q_NHLD.dtype == torch.float32):
+            k_NGLD, v_NGLD, grouped = repeat_heads(k_NGLD, q_NHLD), repeat_heads(v_NGLD, q_NHLD), False
+        with any_shape(q_NHLD.device):
             return F.scaled_dot_product_attention(
                 q_NHLD, k_NGLD, v_NGLD, mask_LL, dropout, is_causal=not windowed, scale=scaling, enable_gqa=grouped
             )  # fmt: skip
 
-    return _over_buckets(attend, query_1HTD, key_1GTD, value_1GTD, kwargs), None
+    return _over_buckets(attend, query_1HTD, key_1GTD, value_1GTD, kwargs)
 
 
 def packed_eager(
@@ -127,21 +148,83 @@ def packed_eager(
     Raises:
         NotImplementedError: the model asks for attention sinks, or gave no layout.
     """
+    forced = getattr(module, KERNEL_ATTRIBUTE, None) == "fused" and kwargs.get("softcap") is None
+    attend = _fused if forced else _written_out
+    if torch.compiler.is_compiling():
+        attend = partial(_as_one_operator, "fused" if forced else "eager")
+    return _in_score_dtype(module, attend, query_1HTD, key_1GTD, value_1GTD, scaling, dropout, kwargs), None
+
+
+def _written_out(
+    query_1HTD: torch.Tensor,
+    key_1GTD: torch.Tensor,
+    value_1GTD: torch.Tensor,
+    scaling: float | None,
+    dropout: float,
+    kwargs: dict[str, Any],
+) -> torch.Tensor:
     scale = scaling if scaling is not None else 1.0 / math.sqrt(query_1HTD.shape[-1])
     window, softcap = kwargs.get("sliding_window"), kwargs.get("softcap")
 
     def attend(q_NHLD: torch.Tensor, k_NGLD: torch.Tensor, v_NGLD: torch.Tensor) -> torch.Tensor:
-        k_NHLD, v_NHLD = _repeat(k_NGLD, q_NHLD), _repeat(v_NGLD, q_NHLD)
+        k_NHLD, v_NHLD = repeat_heads(k_NGLD, q_NHLD), repeat_heads(v_NGLD, q_NHLD)
         scores_NHLL = torch.matmul(q_NHLD, k_NHLD.transpose(2, 3)) * scale
         if softcap is not None:
             scores_NHLL = softcap * torch.tanh(scores_NHLL / softcap)
         allowed_LL = window_mask(q_NHLD.shape[2], window, q_NHLD.device)
         scores_NHLL = scores_NHLL.masked_fill(~allowed_LL, torch.finfo(scores_NHLL.dtype).min)
         weights_NHLL = F.softmax(scores_NHLL, dim=-1, dtype=torch.float32).to(q_NHLD.dtype)
-        weights_NHLL = F.dropout(weights_NHLL, p=dropout, training=dropout > 0)
+        if dropout > 0.0:
+            weights_NHLL = F.dropout(weights_NHLL, p=dropout)
         return torch.matmul(weights_NHLL, v_NHLD)
 
-    return _over_buckets(attend, query_1HTD, key_1GTD, value_1GTD, kwargs), None
+    return _over_buckets(attend, query_1HTD, key_1GTD, value_1GTD, kwargs)
+
+
+def _as_one_operator(
+    kernel: str,
+    query_1HTD: torch.Tensor,
+    key_1GTD: torch.Tensor,
+    value_1GTD: torch.Tensor,
+    scaling: float | None,
+    dropout: float,
+    kwargs: dict[str, Any],
+) -> torch.Tensor:
+    """Attend by the operator of `attention_op`; the layout is its two tensors, as `compiled` hands it in."""
+    if kwargs.get("s_aux") is not None:
+        raise NotImplementedError("attention sinks are not supported in packed attention")
+    if dropout > 0.0:
+        raise NotImplementedError("dropout of attention weights is not compiled")
+    device = query_1HTD.device.type
+    if torch.is_autocast_enabled(device):  # as autocast does for the products of the plain path
+        dtype = torch.get_autocast_dtype(device)
+        query_1HTD, key_1GTD, value_1GTD = query_1HTD.to(dtype), key_1GTD.to(dtype), value_1GTD.to(dtype)
+    index_S, shapes_2B = kwargs["packed_layout"]
+    scale = scaling if scaling is not None else 1.0 / math.sqrt(query_1HTD.shape[-1])
+    out_1THD, _ = torch.ops.surefoot.packed_attention(
+        query_1HTD, key_1GTD, value_1GTD, index_S, shapes_2B,
+        float(scale), float(kwargs.get("softcap") or 0.0), int(kwargs.get("sliding_window") or 0), kernel,
+    )  # fmt: skip
+    return out_1THD
+
+
+def _in_score_dtype(
+    module: torch.nn.Module,
+    attend: Callable[..., torch.Tensor],
+    query_1HTD: torch.Tensor,
+    key_1GTD: torch.Tensor,
+    value_1GTD: torch.Tensor,
+    scaling: float | None,
+    dropout: float,
+    kwargs: dict[str, Any],
+) -> torch.Tensor:
+    """Attend in the dtype that `islands.set_scores` asks for; the result has the values' dtype either way."""
+    dtype = getattr(module, SCORE_DTYPE_ATTRIBUTE, None)
+    if dtype is None:
+        return attend(query_1HTD, key_1GTD, value_1GTD, scaling, dropout, kwargs)
+    with torch.autocast(query_1HTD.device.type, enabled=False):
+        inputs = (tensor.to(dtype) for tensor in (query_1HTD, key_1GTD, value_1GTD))
+        return attend(*inputs, scaling, dropout, kwargs).to(value_1GTD.dtype)
 
 
 def window_mask(length: int, window: int | None, device: torch.device) -> torch.Tensor:
@@ -173,13 +256,20 @@ def _over_buckets(attend: Any, q_1HTD: Any, k_1GTD: Any, v_1GTD: Any, kwargs: di
         q, k, v = (_gather(x_THD, bucket_NL) for x_THD in (q_THD, k_TGD, v_TGD))
         outputs_PHD.append(attend(q, k, v).transpose(1, 2).flatten(0, 1))
     out_PHD = torch.cat(outputs_PHD) if len(outputs_PHD) > 1 else outputs_PHD[0]
-    return out_PHD.index_select(0, layout.slots_T)[None]
+    out_THD = out_PHD.index_select(0, layout.slots_T)
+    return (F.pad(out_THD, (0, 0, 0, 0, 0, layout.padding)) if layout.padding else out_THD)[None]
 
 
-def _any_shape(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+def any_shape(device: torch.device) -> contextlib.AbstractContextManager[Any]:
     """Leave out cuDNN's attention, which builds a plan for each new shape: packed rows have new shapes every step.
 
     Measured on an H200, 1B shapes, bf16: 1,600 tokens/s while plans are built, 11,600 once all are.
+
+    Args:
+        device: of the tensors.
+
+    Returns:
+        A context; attention is left to torch's other kernels inside.
     """
     if device.type != "cuda":
         return contextlib.nullcontext()
@@ -197,6 +287,7 @@ def _gather(x_THD: torch.Tensor, bucket_NL: torch.Tensor) -> torch.Tensor:
     return rows_SHD.view(*bucket_NL.shape, *x_THD.shape[1:]).transpose(1, 2)
 
 
-def _repeat(x_NGLD: torch.Tensor, like_NHLD: torch.Tensor) -> torch.Tensor:
+def repeat_heads(x_NGLD: torch.Tensor, like_NHLD: torch.Tensor) -> torch.Tensor:
+    """Return keys or values [N, G, L, D] with each head as often as queries [N, H, L, D] share it."""
     times = like_NHLD.shape[1] // x_NGLD.shape[1]
     return x_NGLD if times == 1 else x_NGLD.repeat_interleave(times, dim=1)

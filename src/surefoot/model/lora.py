@@ -94,26 +94,26 @@ class _LoraLinear(torch.autograd.Function):
         scale: float,
         rank_dtype: torch.dtype,
     ) -> torch.Tensor:
-        w_OI = w_OI.to(x_TI.dtype)
+        ctx.scale, ctx.dtypes = scale, (a_RI.dtype, b_OR.dtype)
+        w_OI, a_RI, b_OR = w_OI.to(x_TI.dtype), a_RI.to(rank_dtype), b_OR.to(rank_dtype)
         y_TO = F.linear(x_TI, w_OI, None if bias_O is None else bias_O.to(x_TI.dtype))
-        z_TR = torch.mm(x_TI.to(rank_dtype), a_RI.to(rank_dtype).T).mul_(scale)
-        y_TO = _add_product(y_TO, z_TR, b_OR.to(rank_dtype).T)
+        z_TR = torch.mm(x_TI.to(rank_dtype), a_RI.T).mul_(scale)
+        y_TO = _add_product(y_TO, z_TR, b_OR.T)
         ctx.save_for_backward(x_TI, w_OI, a_RI, b_OR, z_TR)
-        ctx.scale = scale
         return y_TO
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x_TI, w_OI, a_RI, b_OR, z_TR = ctx.saved_tensors
+        a_dtype, b_dtype = ctx.dtypes
         dy_TO = grads[0]
-        rank_dtype = z_TR.dtype
-        dy_rank_TO = dy_TO.to(rank_dtype)
-        dz_TR = torch.mm(dy_rank_TO, b_OR.to(rank_dtype)).mul_(ctx.scale)
-        d_b_OR = torch.mm(dy_rank_TO.T, z_TR).to(b_OR.dtype) if ctx.needs_input_grad[4] else None
-        d_a_RI = torch.mm(dz_TR.T, x_TI.to(rank_dtype)).to(a_RI.dtype) if ctx.needs_input_grad[3] else None
+        dy_rank_TO = dy_TO.to(z_TR.dtype)
+        dz_TR = torch.mm(dy_rank_TO, b_OR).mul_(ctx.scale)
+        d_b_OR = torch.mm(dy_rank_TO.T, z_TR).to(b_dtype) if ctx.needs_input_grad[4] else None
+        d_a_RI = torch.mm(dz_TR.T, x_TI.to(z_TR.dtype)).to(a_dtype) if ctx.needs_input_grad[3] else None
         dx_TI = None
         if ctx.needs_input_grad[0]:
-            dx_TI = _add_product(torch.mm(dy_TO, w_OI), dz_TR, a_RI.to(rank_dtype))
+            dx_TI = _add_product(torch.mm(dy_TO, w_OI), dz_TR, a_RI)
         return dx_TI, None, None, d_a_RI, d_b_OR, None, None
 
 

@@ -98,6 +98,29 @@ def weight_files(path: str) -> list[Path]:
     raise UserError(f"{folder} has no *.safetensors weights", hint="finish the download", key="model_name_or_path")
 
 
+def weights_folder(path: str) -> Path:
+    """Find the local folder of a model's weights.
+
+    Args:
+        path: a folder, or a hub id whose files were downloaded before.
+
+    Returns:
+        The folder.
+
+    Raises:
+        UserError: it is not on this machine.
+    """
+    if Path(path).is_dir():
+        return Path(path)
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(path, local_files_only=True))
+    except (LocalEntryNotFoundError, ValueError) as error:
+        raise UserError(f"{path} is not on this machine", hint="download it first", key="model_name_or_path") from error
+
+
 def safetensors_header(file: Path) -> dict[str, dict[str, Any]]:
     """Read the table of tensors at the head of a safetensors file.
 

@@ -51,6 +51,11 @@ class Progress(QuietListener):
             self._last_line = event.seconds
             self._print(f"step {event.step}/{event.total_steps}  {numbers(event)}  {self._time_left(event)}")
 
+    def rewound(self, step: int) -> None:
+        """Set the bar back."""
+        if self._bar is not None and self._task is not None:
+            self._bar.update(self._task, completed=step)
+
     def evaluated(self, event: EvalEvent) -> None:
         """Show an evaluation."""
         name = f" on {event.name}" if event.name else ""

@@ -22,6 +22,9 @@ class QuietListener(Listener):
     def saved(self, step: int, folder: Path) -> None:
         """Do nothing."""
 
+    def rewound(self, step: int) -> None:
+        """Do nothing."""
+
     def told(self, message: str) -> None:
         """Do nothing."""
 

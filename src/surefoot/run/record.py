@@ -63,6 +63,11 @@ class RunRecord(QuietListener):
         """Log the step."""
         self._log.stepped(event)
 
+    def rewound(self, step: int) -> None:
+        """Take the undone steps out of the log."""
+        self._log.rewound(step)
+        self._evaluations.rewound(step)
+
     def evaluated(self, event: EvalEvent) -> None:
         """Log the evaluation."""
         self._log.evaluated(event)

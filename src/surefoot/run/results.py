@@ -35,6 +35,11 @@ class Evaluations:
             # A float ends near exp(709); JSON has no word for infinity.
             self.metrics["perplexity"] = math.exp(min(event.loss, 700.0))
 
+    def rewound(self, step: int) -> None:
+        """Forget an evaluation of a step that was undone."""
+        if self._step > step:
+            self.metrics, self._step = {}, -1
+
 
 def write_results(folder: Path, train: dict[str, Any], evaluation: dict[str, Any]) -> None:
     """Write `train_results.json`, `eval_results.json` (if there was an evaluation) and `all_results.json`.

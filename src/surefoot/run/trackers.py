@@ -165,6 +165,10 @@ class Trackers(QuietListener):
         for point in self._window.push(event):
             self._send(point)
 
+    def rewound(self, step: int) -> None:
+        """Forget what is waiting of undone steps; a tracker keeps what it was sent."""
+        self._window.rewound(step)
+
     def evaluated(self, event: EvalEvent) -> None:
         """Send an evaluation."""
         prefix = f"eval/{event.name}_" if event.name else "eval/"

@@ -56,6 +56,14 @@ class TrainerLog(QuietListener):
         for point in self._window.push(event):
             self._append(self._step_entry(point))
 
+    def rewound(self, step: int) -> None:
+        """Take the lines of undone steps out of the file."""
+        self._window.rewound(step)
+        kept = [entry for entry in self.entries if entry["current_steps"] <= step]
+        if len(kept) < len(self.entries):
+            self.entries = kept
+            write_text(self._path, "".join(_line(entry) for entry in kept))
+
     def evaluated(self, event: EvalEvent) -> None:
         """Log an evaluation; one that a killed process has logged already is not logged twice."""
         entry: dict[str, Any] = {"eval_loss": event.loss}
@@ -106,6 +114,8 @@ class TrainerLog(QuietListener):
             entry["throughput"] = throughput
         if point.memory_gib is not None:
             entry["vram_allocated"] = round(point.memory_gib, 2)
+        if point.loss_scale is not None:
+            entry["loss_scale"] = point.loss_scale
         if point.nonfinite:
             entry["nonfinite"] = True
         return entry

@@ -25,6 +25,7 @@ class LogPoint:
         seconds: since training began in this process.
         nonfinite: True when a loss or gradient norm of the stretch was NaN or infinite.
         memory_gib: peak of device memory so far; None on a CPU.
+        loss_scale: of the last step; None outside float16.
     """
 
     step: int
@@ -36,6 +37,7 @@ class LogPoint:
     seconds: float
     nonfinite: bool
     memory_gib: float | None
+    loss_scale: float | None = None
 
 
 class LogWindow:
@@ -78,6 +80,10 @@ class LogWindow:
         self._waiting.append(event)
         return self.flush() if self._is_due(event) else []
 
+    def rewound(self, step: int) -> None:
+        """Forget waiting steps that were undone."""
+        self._waiting = [event for event in self._waiting if event.step <= step]
+
     def flush(self) -> list[LogPoint]:
         """Give what is waiting as a point, though it is not yet due; nothing under `logging_strategy: no`."""
         waiting, self._waiting = self._waiting, []
@@ -110,4 +116,5 @@ def _point(events: list[StepEvent]) -> LogPoint:
         seconds=last.seconds,
         nonfinite=last.nonfinite,
         memory_gib=last.memory_gib,
+        loss_scale=last.loss_scale,
     )

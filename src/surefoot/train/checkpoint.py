@@ -38,7 +38,14 @@ class Checkpoint:
 
 
 def save_checkpoint(
-    output_dir: Path, step: int, model: Any, tokenizer: Any, tensors: dict[str, Any] | None, state: dict[str, Any]
+    output_dir: Path,
+    step: int,
+    model: Any,
+    tokenizer: Any,
+    tensors: dict[str, Any] | None,
+    state: dict[str, Any],
+    *,
+    with_embeddings: bool = False,
 ) -> Path:
     """Write a checkpoint whole and verify it.
 
@@ -49,6 +56,7 @@ def save_checkpoint(
         tokenizer: saved beside it.
         tensors: "optimizer.pt", "scheduler.pt" and "rng_state.pth" with what goes into each; None saves weights only.
         state: counters and fingerprint, as JSON.
+        with_embeddings: as for `save_model`.
 
     Returns:
         The checkpoint's folder.
@@ -59,7 +67,7 @@ def save_checkpoint(
     """
     folder = output_dir / f"checkpoint-{step}"
     with whole_folder(folder) as temporary:
-        save_model(temporary, model, tokenizer)
+        save_model(temporary, model, tokenizer, with_embeddings=with_embeddings)
         for name, content in (tensors or {}).items():
             _save_tensors(temporary / name, content)
         write_json(temporary / "trainer_state.json", {
@@ -72,17 +80,18 @@ def save_checkpoint(
     return folder
 
 
-def save_model(folder: Path, model: Any, tokenizer: Any) -> None:
+def save_model(folder: Path, model: Any, tokenizer: Any, *, with_embeddings: bool = False) -> None:
     """Save weights (an adapter, for PEFT) as safetensors, with the tokenizer.
 
     Args:
         folder: to write into.
         model: a transformers or PEFT model.
         tokenizer: its tokenizer.
+        with_embeddings: save frozen embeddings with an adapter, because they are not those of the base model's files.
     """
     if hasattr(model, "peft_config"):
         # Named explicitly: "auto" would ask the hub whether the vocabulary has changed.
-        model.save_pretrained(folder, save_embedding_layers=False)
+        model.save_pretrained(folder, save_embedding_layers=with_embeddings)
         (folder / "README.md").unlink(missing_ok=True)  # PEFT's card; the run writes its own
     else:
         model.save_pretrained(folder)
@@ -195,8 +204,7 @@ def rotate(output_dir: Path, limit: int | None, keep: set[Path]) -> list[Path]:
     kept = keep | ({newest_whole} if newest_whole else set())
     removable = [folder for folder in folders if folder not in kept]
     doomed = removable[: len(folders) - limit]
-    for folder in doomed:
-        _remove(folder)
+    remove_folders(doomed)
     return doomed
 
 
@@ -210,8 +218,7 @@ def remove_weights(output_dir: Path) -> list[str]:
         The names of what was removed.
     """
     folders = find_checkpoints(output_dir)
-    for folder in folders:
-        _remove(folder)
+    remove_folders(folders)
     files = [*output_dir.glob("*.safetensors"), *output_dir.glob("*.safetensors.index.json")]
     for file in files:
         file.unlink()
@@ -231,11 +238,12 @@ def sweep(output_dir: Path) -> None:
             leftover.unlink(missing_ok=True)
 
 
-def _remove(folder: Path) -> None:
-    # Renamed first: a kill in the middle leaves no folder that looks like a checkpoint.
-    doomed = folder.with_name(f".{folder.name}.removed")
-    folder.rename(doomed)
-    shutil.rmtree(doomed)
+def remove_folders(folders: list[Path]) -> None:
+    """Remove checkpoints, so that a kill in the middle leaves no folder that looks like one."""
+    for folder in folders:
+        doomed = folder.with_name(f".{folder.name}.removed")
+        folder.rename(doomed)
+        shutil.rmtree(doomed)
 
 
 def _is_whole(folder: Path) -> bool:

@@ -52,6 +52,7 @@ class StepEvent:
         nonfinite: True when the loss or the gradient norm is NaN or infinite.
         passes: forward and backward passes that the step was made of.
         memory_gib: peak of device memory allocated so far; None on a CPU.
+        loss_scale: the factor that was on the loss; None outside float16.
     """
 
     step: int
@@ -67,6 +68,7 @@ class StepEvent:
     nonfinite: bool
     passes: int
     memory_gib: float | None
+    loss_scale: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +139,9 @@ class Listener(Protocol):
 
     def saved(self, step: int, folder: Path) -> None:
         """A verified checkpoint stands in `folder`."""
+
+    def rewound(self, step: int) -> None:
+        """The steps after `step` were undone and will be done again."""
 
     def told(self, message: str) -> None:
         """Something that the person should read."""

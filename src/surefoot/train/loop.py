@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -11,21 +10,23 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from surefoot.data.batch import count_trained
+from surefoot.data.batch import count_trained, digest
 from surefoot.data.messages import Sample
 from surefoot.data.order import StepOrder
-from surefoot.guard.finite import NonFiniteStepError, StepCheck
+from surefoot.model.randomness import get_random_state
 from surefoot.train.checkpoint import rotate, save_checkpoint
+from surefoot.train.clock import Clock
 from surefoot.train.evaluate import evaluate
-from surefoot.train.events import EvalEvent, Listener, StepEvent, TrainResult
-from surefoot.train.randomness import get_random_state
+from surefoot.train.events import EvalEvent, Listener, TrainResult
+from surefoot.train.gate import Gate
 from surefoot.train.schedule import Schedule
 from surefoot.train.signals import StopRequest
-from surefoot.train.step import StepRunner
+from surefoot.train.step import Attempt, StepRunner
 
 if TYPE_CHECKING:
     from surefoot.config import Config
     from surefoot.data.table import TokenTable
+    from surefoot.train.keeper import Keeper
 
 
 @dataclass
@@ -65,12 +66,15 @@ class Run:
         evals: evaluation sets by name.
         runner: computes a step's gradients.
         optimizer: over the trainable parameters.
+        gate: lets its updates through, or not.
         scheduler: of the learning rate.
         schedule: when to evaluate, save and stop.
         output_dir: where checkpoints go.
         fingerprint: what the run's numbers depend on.
         listeners: who hears of it.
         stop: set by SIGINT and SIGTERM.
+        guard: what is done about a step that is not finite, or far off.
+        looks_ahead: compute a step's gradients while the verdict on the step before travels to the host.
         state: what was done so far.
     """
 
@@ -81,17 +85,33 @@ class Run:
     evals: dict[str, TokenTable]
     runner: StepRunner
     optimizer: torch.optim.Optimizer
+    gate: Gate
     scheduler: Any
     schedule: Schedule
     output_dir: Path
     fingerprint: dict[str, str]
     listeners: Sequence[Listener]
     stop: StopRequest
+    guard: Keeper
+    looks_ahead: bool = False
     state: RunState = field(default_factory=RunState)
+
+    def samples_of(self, done: int) -> list[Sample]:
+        """Return the samples of the step after `done` steps, without those that the guard leaves out."""
+        return self.guard.without_skipped(done + 1, self.order.samples_of(done))
+
+    def tell(self, message: str) -> None:
+        """Say a sentence to the person."""
+        for listener in self.listeners:
+            listener.told(message)
 
 
 def train(run: Run) -> TrainResult:
     """Train until the last step, a stop signal, or the early stop.
+
+    On a GPU the host computes a step's gradients while it waits for the verdict on the step before. That verdict
+    has already gated the update on the device; schedule, loss scale, counters and data position advance when the
+    host has read it.
 
     Args:
         run: ready to go; `run.state.step` steps of it are already done.
@@ -100,74 +120,110 @@ def train(run: Run) -> TrainResult:
         How the run ended; the model holds its weights.
 
     Raises:
-        NonFiniteStepError: a step's loss or gradient is not finite. It was not applied.
+        NonFiniteStepError: a step was not finite and could not be healed. It was not applied.
     """
-    began, done_before = time.perf_counter(), run.state.step
-    samples_before, tokens_before = run.state.samples, run.state.tokens
-    losses: list[float] = []
+    clock = Clock(run.state)
+    losses: dict[int, float] = {}
     stopped_by = ""
+    pending: Attempt | None = None
     run.model.train()
-    while run.state.step < run.schedule.total_steps and not stopped_by:
-        samples = run.order.samples_of(run.state.step)
-        step_began = time.perf_counter()
-        try:
-            check = run.runner.compute_gradients(run.state.step + 1, samples)
-        except NonFiniteStepError as error:
-            _tell_step(run, error.check, samples, began, step_began)
-            raise
-        learning_rate = run.scheduler.get_last_lr()[0]
-        apply_step(run, check)
-        commit(run, samples)
-        losses.append(check.loss)
-        _tell_step(run, check, samples, began, step_began, learning_rate)
-
-        evaluated = run.schedule.evaluates_at(run.state.step)
-        if evaluated:
-            evaluate_all(run)
-        if run.stop.requested:
-            stopped_by = "signal"
-        elif evaluated and run.cfg.early_stopping_steps:
-            stopped_by = "early stopping" if run.state.evaluations_without_gain >= run.cfg.early_stopping_steps else ""
-        if run.schedule.saves_at(run.state.step) or run.stop.requested or _just_best(run, evaluated):
-            save(run)
-    return TrainResult(
-        steps=run.state.step,
-        epoch=run.schedule.epoch_of(run.state.step),
-        loss=sum(losses) / len(losses) if run.state.step > done_before else None,
-        seconds=time.perf_counter() - began,
-        samples=run.state.samples - samples_before,
-        tokens=run.state.tokens - tokens_before,
-        stopped_by=stopped_by,
-        best_step=run.state.best_step,
-    )
+    while not stopped_by:
+        attempt = next_attempt(run, pending) if pending is None or run.looks_ahead else None
+        if pending is not None:
+            check = pending.check.read()
+            if not run.guard.settle(run, pending, check):
+                pending = None
+                losses = {step: loss for step, loss in losses.items() if step <= run.state.step}
+                continue  # what was computed ahead stood on a step that was not
+            losses[check.step] = check.loss
+            clock.tell(run, check, _commit(run, pending))
+            tokens, random_state = count_trained(pending.scene.samples), attempt.scene.random_state if attempt else None
+            if run.guard.watch(run, check, tokens, random_state):
+                pending = None
+                losses = {step: loss for step, loss in losses.items() if step <= run.state.step}
+                continue
+            stopped_by = _between_steps(run, attempt)
+        pending = attempt
+        if pending is not None and not stopped_by:
+            apply_step(run, pending)
+        elif run.state.step >= run.schedule.total_steps:
+            break
+    return clock.result(run, [losses[step] for step in sorted(losses)], stopped_by)
 
 
-def apply_step(run: Run, check: StepCheck) -> None:
-    """Clip the gradient and update the weights.
+def next_attempt(run: Run, pending: Attempt | None) -> Attempt | None:
+    """Compute the gradients of the next step.
+
+    Args:
+        run: the run.
+        pending: the attempt before it, applied behind the gate but not committed yet.
+
+    Returns:
+        The attempt; None when no step is left, or the guard must look at the step first.
+    """
+    done = run.state.step + (pending is not None)
+    if done >= run.schedule.total_steps:
+        return None
+    samples = run.samples_of(done)
+    if count_trained(samples) == 0:
+        if pending is None:
+            run.guard.nothing_to_train(run, samples)
+        return None
+    return run.runner.compute(done + 1, samples)
+
+
+def apply_step(run: Run, attempt: Attempt) -> None:
+    """Clip the gradient and update the weights, unless the gate on the device is closed.
 
     Args:
         run: whose gradients were computed.
-        check: that they are finite, with their norm.
+        attempt: they are its.
     """
-    assert check.finite
-    limit = run.cfg.max_grad_norm
-    if limit and limit > 0:
-        grads = [p.grad for p in run.model.parameters() if p.grad is not None]
-        factor = min(1.0, limit / (check.grad_norm + 1e-6))  # as torch.nn.utils.clip_grad_norm_
-        if factor < 1.0:
-            torch._foreach_mul_(grads, factor)
-    run.optimizer.step()
+    check = attempt.check
+    run.runner.finish_gradients(check, run.cfg.max_grad_norm)
+    integrity = run.guard.integrity
+    if integrity is not None:
+        integrity.before_update(check)
+    factor = run.guard.learning_rate_factor(run)
+    rates = [group["lr"] for group in run.optimizer.param_groups]
+    for group, rate in zip(run.optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate if factor == 1.0 else rate * factor
+    check.weights_bad = run.gate.step(check.bad)
+    if integrity is not None:
+        integrity.after_update(check)
+    for group, rate in zip(run.optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
     run.optimizer.zero_grad(set_to_none=True)
+    check.start_reading()
 
 
-def commit(run: Run, samples: Sequence[Sample]) -> None:
-    """Advance everything that only an applied step may advance: schedule, loss scale, data position, counters."""
+def _commit(run: Run, attempt: Attempt) -> float:
+    """Advance what only an applied step may advance; return the learning rate that it was applied with."""
+    learning_rate = run.scheduler.get_last_lr()[0]
+    samples = attempt.scene.samples
     run.scheduler.step()
     run.runner.scale.applied()
     run.state.step += 1
     run.state.samples += len(samples)
     run.state.tokens += sum(len(sample.input_ids) for sample in samples)
     run.state.trained_tokens += count_trained(samples)
+    return learning_rate
+
+
+def _between_steps(run: Run, ahead: Attempt | None) -> str:
+    """Evaluate and save where the schedule says so; return what stops the run, if anything does."""
+    stopped_by = ""
+    evaluated = run.schedule.evaluates_at(run.state.step)
+    if evaluated:
+        evaluate_all(run)
+    if run.stop.requested:
+        stopped_by = "signal"
+    elif evaluated and run.cfg.early_stopping_steps:
+        stopped_by = "early stopping" if run.state.evaluations_without_gain >= run.cfg.early_stopping_steps else ""
+    if run.schedule.saves_at(run.state.step) or run.stop.requested or _just_best(run, evaluated):
+        # Random numbers as they stood when this step ended, not after what was computed ahead.
+        save(run, ahead.scene.random_state if ahead else get_random_state(run.runner.device))
+    return stopped_by
 
 
 def evaluate_all(run: Run) -> None:
@@ -198,14 +254,19 @@ def evaluate_all(run: Run) -> None:
     _remember_best(run, values)
 
 
-def save(run: Run) -> None:
-    """Write a verified checkpoint and remove those beyond the limit."""
+def save(run: Run, random_state: dict[str, Any]) -> None:
+    """Write a verified checkpoint and remove those beyond the limit.
+
+    Args:
+        run: after a committed step.
+        random_state: of all generators as that step left them.
+    """
     tensors = None
     if not run.cfg.save_only_model:
         tensors = {
             "optimizer.pt": run.optimizer.state_dict(),
             "scheduler.pt": run.scheduler.state_dict(),
-            "rng_state.pth": get_random_state(run.runner.device),
+            "rng_state.pth": random_state,
         }
     state = asdict(run.state) | {
         "epoch": run.schedule.epoch_of(run.state.step),
@@ -214,8 +275,13 @@ def save(run: Run) -> None:
         "loss_scale": run.runner.scale.state(),
         "tokens_per_pass": run.runner.tokens_per_pass,
         "fingerprint": run.fingerprint,
+        "guard": run.guard.state(),
+        "last_batch": digest(run.order.samples_of(run.state.step - 1)),
     }
-    folder = save_checkpoint(run.output_dir, run.state.step, run.model, run.tokenizer, tensors, state)
+    folder = save_checkpoint(
+        run.output_dir, run.state.step, run.model, run.tokenizer, tensors, state,
+        with_embeddings=run.guard.memory.embeddings_mended,
+    )  # fmt: skip
     keep = {folder}
     if run.cfg.load_best_model_at_end and run.state.best_step is not None:
         keep.add(run.output_dir / f"checkpoint-{run.state.best_step}")
@@ -239,27 +305,3 @@ def _remember_best(run: Run, values: dict[str, float]) -> None:
     if gained:
         run.state.best_metric, run.state.best_step = value, run.state.step
     run.state.evaluations_without_gain = 0 if gained else run.state.evaluations_without_gain + 1
-
-
-def _tell_step(
-    run: Run, check: StepCheck, samples: Sequence[Sample], began: float, step_began: float, rate: float | None = None
-) -> None:
-    now = time.perf_counter()
-    on_gpu = run.runner.device != "cpu"
-    event = StepEvent(
-        step=check.step,
-        total_steps=run.schedule.total_steps,
-        epoch=run.schedule.epoch_of(check.step),
-        loss=check.loss if check.loss_finite else None,
-        grad_norm=check.grad_norm if math.isfinite(check.grad_norm) else None,
-        learning_rate=run.scheduler.get_last_lr()[0] if rate is None else rate,
-        tokens=run.state.tokens,
-        trained_tokens=run.state.trained_tokens,
-        seconds=now - began,
-        tokens_per_second=sum(len(sample.input_ids) for sample in samples) / (now - step_began),
-        nonfinite=not check.finite,
-        passes=len(check.pass_losses),
-        memory_gib=torch.cuda.max_memory_allocated(run.runner.device) / 2**30 if on_gpu else None,
-    )
-    for listener in run.listeners:
-        listener.stepped(event)

@@ -89,7 +89,8 @@ def _optimizer_class(cfg: Config) -> tuple[Any, dict[str, Any]]:
 
         return Adafactor, {"scale_parameter": False, "relative_step": False}
     kinds: dict[str, tuple[Any, dict[str, Any]]] = {
-        "adamw_torch": (optim.AdamW, betas),
+        # Fused: one kernel, arithmetic in float32, and it obeys a gate on the device (see `gate.Gate`).
+        "adamw_torch": (optim.AdamW, betas | {"fused": True}),
         "adamw_torch_fused": (optim.AdamW, betas | {"fused": True}),
         "sgd": (optim.SGD, {}),
         "adagrad": (optim.Adagrad, {}),

@@ -1,13 +1,85 @@
-"""Saved weights back into a model that stands ready, bit for bit."""
+"""Back to an earlier step: from a checkpoint, from memory, or from the very start, bit for bit."""
 
 from __future__ import annotations
 
+from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from surefoot.data.batch import digest
 from surefoot.errors import UserError
+from surefoot.model.randomness import set_random_state
+from surefoot.train.loss_scale import LossScale
+
+if TYPE_CHECKING:
+    from surefoot.train.checkpoint import Checkpoint
+    from surefoot.train.loop import Run
+
+
+def restore(run: Run, checkpoint: Checkpoint, *, same_process: bool = False) -> None:
+    """Put a run where its checkpoint was made: weights, optimizer, schedule, loss scale, random numbers, counters.
+
+    Args:
+        run: freshly assembled; changed in place.
+        checkpoint: verified.
+        same_process: the guard goes back with what it has learned, instead of taking up what the checkpoint knew.
+
+    Raises:
+        UserError: the checkpoint holds weights only.
+    """
+    if checkpoint.state["weights_only"]:
+        raise UserError(
+            f"{checkpoint.folder} was saved with save_only_model and cannot be gone on from exactly",
+            hint="start a new run with it as adapter_name_or_path or model_name_or_path",
+            key="resume_from_checkpoint",
+        )
+    load_trained_weights(run.model, checkpoint.folder)
+
+    def read(name: str) -> Any:
+        return torch.load(checkpoint.folder / name, map_location="cpu", weights_only=True)
+
+    run.optimizer.load_state_dict(read("optimizer.pt"))
+    run.scheduler.load_state_dict(read("scheduler.pt"))
+    run.runner.scale = LossScale(**checkpoint.state["loss_scale"])
+    if run.runner.forward.packs:
+        run.runner.tokens_per_pass = checkpoint.state["tokens_per_pass"]
+    run.state = type(run.state)(**{f.name: checkpoint.state[f.name] for f in fields(run.state)})
+    _refuse_lost_state(run, checkpoint)
+    if same_process:
+        run.guard.went_back(checkpoint.state["guard"])
+    else:
+        run.guard.resume(run, checkpoint.state["guard"])
+    set_random_state(read("rng_state.pth"), run.runner.device)
+
+
+def _refuse_lost_state(run: Run, checkpoint: Checkpoint) -> None:
+    """Refuse a checkpoint whose data position or optimizer is not what its steps have made.
+
+    Args:
+        run: with everything restored but the guard.
+        checkpoint: that it was restored from.
+
+    Raises:
+        UserError: the last step's samples are others now, or the moments are missing.
+    """
+    step = run.state.step
+    if step and digest(run.order.samples_of(step - 1)) != checkpoint.state["last_batch"]:
+        raise UserError(
+            f"{checkpoint.folder}: step {step} had other samples than this run would give it",
+            hint="the data or its order has changed; start again, or restore the data",
+            key="resume_from_checkpoint",
+        )
+    moments = [state.get("exp_avg_sq") for state in run.optimizer.state.values()]
+    lost = [m for m in moments if m is not None and not bool(m.any())]
+    adam = isinstance(run.optimizer, torch.optim.AdamW)
+    if step > checkpoint.state["guard"]["steps_lost"] and adam and (not moments or len(lost) == len(moments)):
+        raise UserError(
+            f"{checkpoint.folder} has lost its optimizer state: every second moment is zero after {step} steps",
+            hint="going on would spike; resume from another checkpoint, or start a new run from its weights",
+            key="resume_from_checkpoint",
+        )
 
 
 @torch.no_grad()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,19 +13,23 @@ from surefoot.data.messages import Sample
 from surefoot.data.order import StepOrder, StreamOrder, TableOrder
 from surefoot.errors import UserError
 from surefoot.files import only_writer, whole_files
-from surefoot.guard.finite import NonFiniteStepError, append_event, stopped_event
+from surefoot.guard.plan import read_plan
+from surefoot.model.compiled import compile_layers
+from surefoot.model.emulate import emulation
 from surefoot.model.forward import LossForward, base_of
 from surefoot.model.load import LoadedModel
 from surefoot.model.memory import MemoryPlan, adapter_inputs, free_memory, make_plan, shapes_of
 from surefoot.model.probes import build_forward, check_packing
-from surefoot.train.checkpoint import Checkpoint, remove_weights, save_model, sweep, verify_weights
+from surefoot.train.before import look_before_training
+from surefoot.train.checkpoint import remove_weights, save_model, sweep, verify_weights
 from surefoot.train.events import Listener, RunFacts, TrainResult
-from surefoot.train.loop import Run, RunState, evaluate_all, train
+from surefoot.train.gate import Gate
+from surefoot.train.keeper import Keeper
+from surefoot.train.loop import Run, evaluate_all, train
 from surefoot.train.loss_scale import LossScale
 from surefoot.train.neftune import Neftune
 from surefoot.train.optimizer import build_optimizer, build_scheduler
-from surefoot.train.randomness import set_random_state
-from surefoot.train.restore import load_trained_weights
+from surefoot.train.restore import load_trained_weights, restore
 from surefoot.train.resume import choose_checkpoint, fingerprint, model_identity, refuse_other_run
 from surefoot.train.schedule import make_schedule
 from surefoot.train.signals import StopRequest
@@ -82,12 +85,12 @@ def run_training(
         )
         for listener in listeners:
             listener.started(facts)
-        try:
+        with emulation(cfg.emulate):
+            look_before_training(run)
             result = train(run)
-        except NonFiniteStepError as error:
-            append_event(output_dir / "surefoot" / "guard.jsonl", stopped_event(error.check, error.findings))
-            raise
-        finish(run, result)
+            finish(run, result)
+        for sentence in run.guard.closing():
+            run.tell(sentence)
     for listener in listeners:
         listener.finished(result)
     return result
@@ -135,9 +138,12 @@ def assemble(
         label_smoothing=cfg.label_smoothing_factor,
     )
     order = pack_or_not(forward, loaded, order, tell)
+    if cfg.compile:
+        tell(f"Compiling {len(compile_layers(loaded.model))} decoder layers: the first steps are slow.")
     runner = make_runner(cfg, loaded, forward, data, device, tell)
     schedule = make_schedule(cfg, order, evaluates=bool(data.evals))
     optimizer = build_optimizer(loaded.model, cfg)
+    keeper = Keeper(cfg)
     run = Run(
         cfg=cfg,
         model=loaded.model,
@@ -146,14 +152,22 @@ def assemble(
         evals=data.evals,
         runner=runner,
         optimizer=optimizer,
+        gate=Gate(optimizer),
         scheduler=build_scheduler(optimizer, cfg, schedule.total_steps),
         schedule=schedule,
         output_dir=Path(cfg.output_dir),
         fingerprint=fingerprint(cfg, data.train.fingerprint, model_identity(base_of(loaded.model))),
         listeners=listeners,
         stop=stop,
+        guard=keeper,
+        looks_ahead=device != "cpu",
     )
+    plan = read_plan(cfg.precision_plan) if cfg.precision_plan else None
     checkpoint = choose_checkpoint(cfg, run.output_dir, tell)
+    if checkpoint is None:
+        keeper.clear()
+    if plan:
+        keeper.use_plan(run, plan)
     if checkpoint:
         differing = refuse_other_run(checkpoint, run.fingerprint, anyway=cfg.resume_anyway)
         if differing:
@@ -214,36 +228,6 @@ def make_runner(
     return StepRunner(loaded.model, forward, device, scale, tokens, before_pass, tell)
 
 
-def restore(run: Run, checkpoint: Checkpoint) -> None:
-    """Put a run where its checkpoint was made: weights, optimizer, schedule, loss scale, random numbers, counters.
-
-    Args:
-        run: freshly assembled; changed in place.
-        checkpoint: verified.
-
-    Raises:
-        UserError: the checkpoint holds weights only.
-    """
-    if checkpoint.state["weights_only"]:
-        raise UserError(
-            f"{checkpoint.folder} was saved with save_only_model and cannot be gone on from exactly",
-            hint="start a new run with it as adapter_name_or_path or model_name_or_path",
-            key="resume_from_checkpoint",
-        )
-    load_trained_weights(run.model, checkpoint.folder)
-
-    def read(name: str) -> Any:
-        return torch.load(checkpoint.folder / name, map_location="cpu", weights_only=True)
-
-    run.optimizer.load_state_dict(read("optimizer.pt"))
-    run.scheduler.load_state_dict(read("scheduler.pt"))
-    run.runner.scale = LossScale(**checkpoint.state["loss_scale"])
-    if run.runner.forward.packs:
-        run.runner.tokens_per_pass = checkpoint.state["tokens_per_pass"]
-    run.state = RunState(**{f.name: checkpoint.state[f.name] for f in fields(RunState)})
-    set_random_state(read("rng_state.pth"), run.runner.device)
-
-
 def finish(run: Run, result: TrainResult) -> None:
     """Save the final weights beside the checkpoints and verify them.
 
@@ -259,7 +243,7 @@ def finish(run: Run, result: TrainResult) -> None:
     if run.cfg.do_eval and run.evals and run.state.evaluated_at != run.state.step:
         evaluate_all(run)
     with whole_files(run.output_dir) as temporary:
-        save_model(temporary, run.model, run.tokenizer)
+        save_model(temporary, run.model, run.tokenizer, with_embeddings=run.guard.memory.embeddings_mended)
         verify_weights(temporary)
 
 

@@ -1,1 +1,1 @@
-"""After training: chat and export."""
+"""After training: chat, export, and incidents run again."""

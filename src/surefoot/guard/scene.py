@@ -1,0 +1,169 @@
+"""One optimizer step as it stood: enough to run its passes again, as they were or under an experiment."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from surefoot.data.batch import PackedBatch, count_trained, pack, split_into_passes
+from surefoot.data.messages import Sample
+from surefoot.model.forward import LossForward
+from surefoot.model.randomness import set_random_state
+
+
+class Watcher(Protocol):
+    """Anything that looks on while a step runs again."""
+
+    def pass_started(self, index: int, batch: PackedBatch) -> None:
+        """The forward of a pass is about to run."""
+
+    def backward_started(self, index: int, loss: torch.Tensor) -> None:
+        """The backward of a pass is about to run from `loss`, a scalar with its graph, the loss scale on it."""
+
+
+@dataclass(frozen=True)
+class Rerun:
+    """What a step gave when it ran again.
+
+    Attributes:
+        losses: each pass's share of the step's token-mean loss, in nats; they add up to it.
+        rows: the row ids of each pass.
+        peaks: largest absolute value of each trained tensor's unscaled gradient, by parameter name; NaN when it
+            holds one. Parameters without a gradient are left out.
+        grads: the unscaled gradients by parameter name, float32 on the device; None unless they were asked for.
+    """
+
+    losses: tuple[float, ...]
+    rows: tuple[tuple[str, ...], ...]
+    peaks: dict[str, float]
+    grads: dict[str, torch.Tensor] | None = None
+
+    @property
+    def loss(self) -> float:
+        """Token-mean loss of the step, in nats."""
+        return sum(self.losses)
+
+    @property
+    def loss_finite(self) -> bool:
+        """True when every pass's loss is a number."""
+        return all(math.isfinite(loss) for loss in self.losses)
+
+    @property
+    def finite(self) -> bool:
+        """True when all losses and all gradients are numbers."""
+        return self.loss_finite and all(math.isfinite(peak) for peak in self.peaks.values())
+
+
+@dataclass(frozen=True)
+class Scene:
+    """An optimizer step before its update, with everything that its numbers depend on but the weights themselves.
+
+    Attributes:
+        model: the model, wrapped by PEFT or not.
+        forward: how its loss is computed.
+        device: where it lives, as torch names it.
+        step: the step, counted from 1.
+        samples: those that make it.
+        tokens_per_pass: most tokens in one pass.
+        loss_scale: the factor on the loss.
+        random_state: of all generators at the step's start, from `get_random_state`.
+        before_pass: called with each batch before it runs (NEFTune hears of the rows' lengths).
+    """
+
+    model: Any
+    forward: LossForward
+    device: str
+    step: int
+    samples: tuple[Sample, ...]
+    tokens_per_pass: int
+    loss_scale: float
+    random_state: dict[str, Any]
+    before_pass: Callable[[PackedBatch], None] | None = None
+
+    @property
+    def trained_tokens(self) -> int:
+        """Tokens that carry loss in the whole step: the loss is a mean over them."""
+        return count_trained(self.samples)
+
+    def trained_parameters(self) -> dict[str, torch.nn.Parameter]:
+        """Return the trained parameters by name, as the model names them."""
+        return {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+
+    def run_passes(
+        self,
+        samples: Sequence[Sample] | None = None,
+        loss_scale: float | None = None,
+        watcher: Watcher | None = None,
+    ) -> tuple[list[torch.Tensor], list[tuple[str, ...]]]:
+        """Run forward and backward of every pass; the scaled gradients are left in the parameters.
+
+        Nothing is read back from the device.
+
+        Args:
+            samples: part of the step's samples; None for all. The loss stays a mean over the whole step's tokens.
+            loss_scale: instead of the step's own.
+            watcher: told of each pass.
+
+        Returns:
+            Each pass's share of the step's loss (unscaled scalars on the device) and its row ids.
+
+        Raises:
+            torch.OutOfMemoryError: a pass does not fit.
+        """
+        trained = self.trained_tokens
+        scale = self.loss_scale if loss_scale is None else loss_scale
+        self.model.zero_grad(set_to_none=True)
+        losses, rows = [], []
+        for group in split_into_passes(self.samples if samples is None else samples, self.tokens_per_pass):
+            batch = pack(group).to(self.device)
+            if batch.targets_K.numel() == 0:
+                continue  # rows without a label in this pass: they add nothing to a token mean
+            if self.before_pass:
+                self.before_pass(batch)
+            if watcher:
+                watcher.pass_started(len(losses), batch)
+            loss = self.forward(batch).loss / trained
+            scaled = loss * scale
+            if watcher:
+                watcher.backward_started(len(losses), scaled)
+            scaled.backward()
+            losses.append(loss.detach())
+            rows.append(batch.row_ids)
+        return losses, rows
+
+    def rerun(
+        self,
+        *,
+        samples: Sequence[Sample] | None = None,
+        loss_scale: float | None = None,
+        keep_grads: bool = False,
+        watcher: Watcher | None = None,
+    ) -> Rerun:
+        """Run the step again from its own random numbers; no weight changes and no gradient is left behind.
+
+        Args:
+            samples: part of the step's samples; None for all.
+            loss_scale: instead of the step's own.
+            keep_grads: return the gradients.
+            watcher: told of each pass.
+
+        Returns:
+            What came out.
+        """
+        set_random_state(self.random_state, self.device)
+        losses, rows = self.run_passes(samples, loss_scale, watcher)
+        scale = self.loss_scale if loss_scale is None else loss_scale
+        named = {name: p.grad for name, p in self.trained_parameters().items() if p.grad is not None}
+        peaks = torch._foreach_norm(list(named.values()), float("inf"), dtype=torch.float32) if named else ()
+        grads = {name: grad.float() / scale for name, grad in named.items()} if keep_grads else None
+        self.model.zero_grad(set_to_none=True)
+        return Rerun(
+            tuple(torch.stack(losses).tolist()) if losses else (),
+            tuple(rows),
+            dict(zip(named, (torch.stack(list(peaks)) / scale).tolist() if peaks else (), strict=True)),
+            grads,
+        )

@@ -1,0 +1,291 @@
+"""Packed attention as one operator, for compiled layers: the compiler sees a single call with the packed tensors.
+
+The layout of a pass, new at each step, stays data: two index tensors, of which no shape inside the graph depends. For
+the backward pass only packed tensors are kept (queries, keys, values, outputs and each query's log-sum-exp), and the
+kernels' own backward passes are called on what is gathered from them again. A padding slot there has an output
+gradient of zero, and the log-sum-exp of its row's last token, which bounds its scores: it adds exactly nothing.
+
+Legend of tensor suffixes: T packed tokens, S entries of the layout's index, N rows of a bucket, L slots of a row,
+H query heads, G key/value heads, D head width, P slots of all buckets.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+
+from surefoot.data.batch import split_index
+from surefoot.model.attention import CPU_EAGER_LENGTH, any_shape, repeat_heads, window_mask
+
+# What torch._fused_sdp_choice returns, as torch.nn.attention.SDPBackend numbers them.
+_FLASH, _EFFICIENT = 1, 2
+_LSE_BLOCK = 32  # the memory-efficient CUDA kernel pads rows of its log-sum-exp to a multiple of this
+
+_INPUTS = (
+    "Tensor query, Tensor key, Tensor value, Tensor index, Tensor shapes, "
+    "float scale, float softcap, int window, str kernel"
+)
+
+
+@dataclass(frozen=True)
+class _How:
+    """Numbers of one attention.
+
+    Attributes:
+        scale: factor on the scores.
+        softcap: of the scores; 0 for none.
+        window: most tokens that a query sees; 0 for all.
+        kernel: "auto", "eager" or "fused".
+    """
+
+    scale: float
+    softcap: float
+    window: int
+    kernel: str
+
+    def windowed(self, length: int) -> bool:
+        """Tell whether the window hides anything in rows of this length."""
+        return 0 < self.window < length
+
+
+def _attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    index: torch.Tensor,
+    shapes: torch.Tensor,
+    scale: float,
+    softcap: float,
+    window: int,
+    kernel: str,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return outputs [1, T, H, D] and, for the kernels that keep one, the log-sum-exp [1, T, H]."""
+    how = _How(scale, softcap, window, kernel)
+    plan = _Plan(index, shapes, query.shape[2])
+    outs_PHD, lses_PH = [], []
+    with torch.autocast(query.device.type, enabled=False):
+        for bucket in range(len(plan.buckets)):
+            q, k, v = (plan.gather(x[0].transpose(0, 1), bucket) for x in (query, key, value))
+            out_NHLD, lse_NHL = _forward(_choose(q, k, v, plan.longest, how), q, k, v, how)
+            outs_PHD.append(out_NHLD.transpose(1, 2).flatten(0, 1))
+            lses_PH.append(lse_NHL.transpose(1, 2).flatten(0, 1))
+    return plan.scatter(outs_PHD)[None], plan.scatter(lses_PH)[None]
+
+
+def _attend_backward(
+    grad: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    index: torch.Tensor,
+    shapes: torch.Tensor,
+    scale: float,
+    softcap: float,
+    window: int,
+    kernel: str,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the gradients of query, key and value."""
+    how = _How(scale, softcap, window, kernel)
+    plan = _Plan(index, shapes, query.shape[2])
+    grads: tuple[list[torch.Tensor], ...] = ([], [], [])
+    with torch.autocast(query.device.type, enabled=False):
+        for bucket in range(len(plan.buckets)):
+            q, k, v = (plan.gather(x[0].transpose(0, 1), bucket) for x in (query, key, value))
+            # The padding slots' gradient must be zero, not their last token's: those were never read.
+            d, o = plan.gather(grad[0], bucket, blank=True), plan.gather(out[0], bucket)
+            l_NHL = plan.gather(lse[0], bucket)
+            name = _choose(q, k, v, plan.longest, how)
+            for found, part in zip(grads, _backward(name, d, q, k, v, o, l_NHL, how), strict=True):
+                found.append(part.transpose(1, 2).flatten(0, 1))
+    d_query, d_key, d_value = (plan.scatter(parts).transpose(0, 1)[None] for parts in grads)
+    return d_query, d_key, d_value
+
+
+class _Plan:
+    """The layout of one pass, as the operator needs it."""
+
+    def __init__(self, index_S: torch.Tensor, shapes_2B: torch.Tensor, tokens: int) -> None:
+        self.buckets, self.slots_T = split_index(index_S, shapes_2B)
+        self.longest = max(bucket.shape[1] for bucket in self.buckets)
+        self.padding = tokens - self.slots_T.shape[0]
+        # Rows of one length, in packed order: already a batch, with nothing to gather.
+        self.as_it_is = len(self.buckets) == 1 and self.buckets[0].numel() == self.slots_T.shape[0]
+
+    def gather(self, x_THD: torch.Tensor, place: int, *, blank: bool = False) -> torch.Tensor:
+        """Return a bucket of packed rows as [N, H, L, ...]; `blank` puts zero into padding slots."""
+        bucket_NL = self.buckets[place]
+        if self.as_it_is:
+            rows = x_THD[: bucket_NL.numel()]
+        else:
+            rows = x_THD.index_select(0, bucket_NL.flatten())
+            if blank:
+                rows = rows * self._real(place).view(-1, *[1] * (rows.ndim - 1))
+        return rows.unflatten(0, bucket_NL.shape).transpose(1, 2)
+
+    def scatter(self, parts_P: list[torch.Tensor]) -> torch.Tensor:
+        """Return all buckets' slots as packed tokens, contiguous, with zero for padding tokens."""
+        x_P = parts_P[0] if len(parts_P) == 1 else torch.cat(parts_P)
+        x_T = x_P if self.as_it_is else x_P.index_select(0, self.slots_T)
+        if self.padding:
+            x_T = F.pad(x_T, (0,) * (2 * x_T.ndim - 1) + (self.padding,))
+        return x_T.contiguous()
+
+    def _real(self, place: int) -> torch.Tensor:
+        """Tell which slots of a bucket hold a token of their own: all but repetitions of the slot before."""
+        bucket_NL = self.buckets[place]
+        real_NL = torch.ones_like(bucket_NL, dtype=torch.bool)
+        real_NL[:, 1:] = bucket_NL[:, 1:] != bucket_NL[:, :-1]
+        return real_NL.flatten()
+
+
+def _choose(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, longest: int, how: _How) -> str:
+    """Choose what computes a bucket; by nothing that changes between forward and backward pass."""
+    cpu, windowed = q.device.type == "cpu", how.windowed(q.shape[2])
+    short = how.kernel == "auto" and cpu and q.element_size() == 2 and longest <= CPU_EAGER_LENGTH
+    if how.kernel == "eager" or how.softcap or short or q.shape[-1] != v.shape[-1]:
+        return "written out"
+    if cpu:
+        return "written out" if windowed else "cpu"
+    if windowed and torch.version.hip is not None:
+        return "written out"
+    grouped = q.shape[1] != k.shape[1] and q.element_size() == 2
+    if not grouped:
+        k, v = repeat_heads(k, q), repeat_heads(v, q)
+    with any_shape(q.device):
+        choice = torch._fused_sdp_choice(q, k, v, is_causal=True, enable_gqa=grouped)
+    if choice == _FLASH and q.shape[-1] % 8 == 0:
+        return "flash"
+    return "efficient" if choice == _EFFICIENT and not windowed else "written out"
+
+
+def _forward(name: str, q: Any, k: Any, v: Any, how: _How) -> tuple[torch.Tensor, torch.Tensor]:
+    if name == "written out":
+        out_NHLD = torch.matmul(_weights(q, k, how)[0], repeat_heads(v, q))
+        return out_NHLD, torch.zeros(out_NHLD.shape[:3], dtype=_lse_dtype(q), device=q.device)
+    if name == "flash" and not how.windowed(q.shape[2]):
+        return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True, False, scale=how.scale)[:2]
+    if name == "flash":
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        length = q.shape[1]
+        out, lse, *_ = torch.ops.aten._flash_attention_forward(
+            q, k, v, None, None, length, length, 0.0, True, False,
+            scale=how.scale, window_size_left=how.window - 1, window_size_right=0,
+        )  # fmt: skip
+        return out.transpose(1, 2), lse
+    k, v = repeat_heads(k, q), repeat_heads(v, q)
+    if name == "cpu":
+        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True, scale=how.scale)
+    out, lse, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
+        q, k, v, None, True, 0.0, True, scale=how.scale
+    )
+    return out, lse[:, :, : q.shape[2]]
+
+
+def _backward(name: str, d: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, how: _How) -> tuple[Any, Any, Any]:
+    if name == "written out":
+        return _written_out_backward(d, q, k, v, how)
+    length = q.shape[2]
+    # Of dropout, which there is none of: the kernels want tensors of the type that their forward pass gives.
+    seed = torch.empty(2, dtype=torch.int64 if torch.version.hip or name != "flash" else torch.uint64, device=q.device)
+    lse = lse.contiguous()
+    if name == "flash" and not how.windowed(length):
+        return torch.ops.aten._scaled_dot_product_flash_attention_backward(
+            d, q, k, v, out, lse, None, None, length, length, 0.0, True, seed, seed, scale=how.scale
+        )
+    if name == "flash":
+        parts = (x.transpose(1, 2) for x in (d, q, k, v, out))
+        grads = torch.ops.aten._flash_attention_backward(
+            *parts, lse, None, None, length, length, 0.0, True, seed, seed,
+            scale=how.scale, window_size_left=how.window - 1, window_size_right=0,
+        )  # fmt: skip
+        d_q, d_k, d_v = (x.transpose(1, 2) for x in grads)
+        return d_q, d_k, d_v
+    keys = k
+    k, v = repeat_heads(k, q), repeat_heads(v, q)
+    if name == "cpu":
+        d_q, d_k, d_v = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            d, q, k, v, out, lse, 0.0, True, scale=how.scale
+        )
+    else:
+        if torch.version.hip is None:
+            lse = F.pad(lse, (0, -length % _LSE_BLOCK), value=float("inf"))
+        d_q, d_k, d_v, _ = torch.ops.aten._scaled_dot_product_efficient_attention_backward(
+            d, q, k, v, None, out, lse, seed[0], seed[0], 0.0, [True, True, True, False], True, scale=how.scale
+        )
+    return d_q, _sum_heads(d_k, keys), _sum_heads(d_v, keys)
+
+
+def _weights(q: Any, k: Any, how: _How) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return attention weights in q's dtype, and where scores are capped the slope of the cap."""
+    scores = torch.matmul(q, repeat_heads(k, q).transpose(2, 3)) * how.scale
+    slope = None
+    if how.softcap:
+        capped = torch.tanh(scores / how.softcap)
+        scores, slope = how.softcap * capped, 1.0 - capped * capped
+    allowed_LL = window_mask(q.shape[2], how.window or None, q.device)
+    scores = scores.masked_fill(~allowed_LL, torch.finfo(scores.dtype).min)
+    return F.softmax(scores, dim=-1, dtype=torch.float32).to(q.dtype), slope
+
+
+def _written_out_backward(d: Any, q: Any, k: Any, v: Any, how: _How) -> tuple[Any, Any, Any]:
+    weights, slope = _weights(q, k, how)
+    d_v = torch.matmul(weights.transpose(2, 3), d)
+    d_weights = torch.matmul(d, repeat_heads(v, q).transpose(2, 3)).float()
+    product = d_weights * weights.float()
+    d_scores = (product - weights.float() * product.sum(-1, keepdim=True)).to(q.dtype)
+    if slope is not None:
+        d_scores = d_scores * slope
+    d_scores = d_scores * how.scale
+    d_q = torch.matmul(d_scores, repeat_heads(k, q))
+    d_k = torch.matmul(d_scores.transpose(2, 3), q)
+    return d_q, _sum_heads(d_k, k), _sum_heads(d_v, v)
+
+
+def _sum_heads(x_NHLD: torch.Tensor, like_NGLD: torch.Tensor) -> torch.Tensor:
+    groups = like_NGLD.shape[1]
+    return x_NHLD if x_NHLD.shape[1] == groups else x_NHLD.unflatten(1, (groups, -1)).sum(2)
+
+
+def _lse_dtype(q: torch.Tensor) -> torch.dtype:
+    return torch.float64 if q.dtype == torch.float64 else torch.float32
+
+
+packed_attention = torch.library.custom_op(
+    "surefoot::packed_attention", _attend, mutates_args=(), schema=f"({_INPUTS}) -> (Tensor, Tensor)"
+)
+_packed_attention_backward = torch.library.custom_op(
+    "surefoot::packed_attention_backward",
+    _attend_backward,
+    mutates_args=(),
+    schema=f"(Tensor grad, Tensor out, Tensor lse, {_INPUTS}) -> (Tensor, Tensor, Tensor)",
+)
+
+
+@packed_attention.register_fake
+def _(query: Any, key: Any, value: Any, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    tokens, heads = query.shape[2], query.shape[1]
+    out = query.new_empty(1, tokens, heads, value.shape[-1])
+    return out, query.new_empty(1, tokens, heads, dtype=_lse_dtype(query))
+
+
+@_packed_attention_backward.register_fake
+def _(grad: Any, out: Any, lse: Any, *inputs: Any) -> tuple[torch.Tensor, ...]:
+    return tuple(x.new_empty(1, x.shape[2], x.shape[1], x.shape[3]).transpose(1, 2) for x in inputs[:3])
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+    ctx.save_for_backward(*output, *inputs[:5])
+    ctx.numbers = inputs[5:]
+
+
+def _differentiate(ctx: Any, grad: torch.Tensor, _: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+    d_query, d_key, d_value = _packed_attention_backward(grad, *ctx.saved_tensors, *ctx.numbers)
+    return (d_query, d_key, d_value) + (None,) * 6
+
+
+packed_attention.register_autograd(_differentiate, setup_context=_setup)

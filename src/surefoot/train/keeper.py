@@ -1,0 +1,461 @@
+"""What a run does when a step is not finite or far off: the guard's verdicts put into practice.
+
+`guard/` finds the fault and its cure by running a step again; here the run is changed by them: the step is done again,
+rows are left out, or the run goes back. Budgets keep a cure that does not hold from going round in circles.
+"""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+from surefoot.data.messages import Sample
+from surefoot.guard.check import NonFiniteStepError, StepCheck, shown
+from surefoot.guard.checksum import WeightChecksums
+from surefoot.guard.diagnosis import Diagnosis
+from surefoot.guard.incident import write_incident
+from surefoot.guard.journal import Journal
+from surefoot.guard.memory import Memory
+from surefoot.guard.plan import Change, Plan, apply_change, hold_change, write_plan
+from surefoot.guard.scene import Scene
+from surefoot.guard.seen import Seen
+from surefoot.guard.summary import summarize
+from surefoot.guard.treat import treat
+from surefoot.train.cures import apply_treatment, diagnose_attempt, healthy_scenes, reload_weights
+from surefoot.train.integrity import Integrity
+from surefoot.train.masters import Masters
+from surefoot.train.rewind import RestorePoints
+from surefoot.train.spike import SpikeKeeper
+
+if TYPE_CHECKING:
+    from surefoot.config import Config
+    from surefoot.train.loop import Run
+    from surefoot.train.step import Attempt
+
+FEW_STEPS = 3  # healthy steps below which a step time says nothing
+CHECKSUM_EVERY = 200  # steps on a GPU, where reading the sums waits for it
+CHECKSUM_SHARE = 0.01  # of a step's time, elsewhere: small models are checked after every step
+
+
+class Keeper:
+    """The guard of one run.
+
+    Attributes:
+        mode: "heal", "watch" or "off".
+        journal: the run's `guard.jsonl`.
+        memory: what was decided so far.
+        checksums: of the frozen weights; None before the start and with `guard: off`.
+        sound_at: step after which the checksums were right.
+        points: to go back to; None unless it heals.
+        integrity: watches that nobody else changes the state; None before the start and with `guard: off`.
+    """
+
+    mode: str
+    journal: Journal
+    memory: Memory
+    checksums: WeightChecksums | None
+    sound_at: int
+    points: RestorePoints | None
+    integrity: Integrity | None
+
+    def __init__(self, cfg: Config) -> None:
+        """Take the settings.
+
+        Args:
+            cfg: the YAML; `guard`, `output_dir` and `model_name_or_path` are read.
+        """
+        self.mode = cfg.guard
+        self.memory = Memory()
+        self._cfg = cfg
+        self._folder = Path(cfg.output_dir) / "surefoot"
+        self.journal = Journal(self._folder / "guard.jsonl")
+        self.checksums = None
+        self._checksum_seconds = 0.0
+        self.sound_at = 0
+        self._last_step = time.perf_counter()
+        self.points = None
+        self.integrity = None
+        self._masters: Masters | None = None
+        self._spikes = SpikeKeeper(self)
+        self._open: tuple[Diagnosis, float] | None = None
+        self._incident: Path | None = None
+        self._seconds: list[float] = []  # of the last healthy steps since the plan changed
+        self._seconds_before: float | None = None
+        self._step_began: float | None = None
+
+    def repair_scale(self, run: Run) -> None:
+        """Put back a loss scale that multiplies every gradient to nothing, before anything is judged by gradients.
+
+        Args:
+            run: assembled, and restored if it goes on from a checkpoint.
+        """
+        if self.mode == "off":
+            return
+        scale, step = run.runner.scale, run.state.step + 1
+        was = scale.value
+        if scale.repair():
+            evidence = f"The loss scale stands at {was:g}, where it multiplies every gradient to nothing."
+            diagnosis = Diagnosis(step, "SCALE", "loss", None, None, "backward", (), (evidence,))
+            self.journal.write("alarm", None, step=step, loss_scale=was)
+            self.journal.write("diagnosis", diagnosis)
+            self.acted(run, diagnosis, f"loss scale put back to {scale.value:g}", True, time.perf_counter())
+
+    def start(self, run: Run, random_state: dict[str, Any]) -> None:
+        """Get ready before the first step.
+
+        Args:
+            run: assembled, and restored if it goes on from a checkpoint.
+            random_state: of all generators now.
+        """
+        if self.mode == "off":
+            return
+        began = time.perf_counter()
+        self.checksums = WeightChecksums(run.model)
+        self._checksum_seconds = time.perf_counter() - began
+        self.sound_at = run.state.step
+        self._masters = Masters(run, self)
+        self.integrity = Integrity(run, self)
+        if self.mode == "heal":
+            self.points = RestorePoints(run, random_state)
+
+    def use_plan(self, run: Run, plan: Plan) -> None:
+        """Apply a precision plan and keep it for the whole run.
+
+        Args:
+            run: whose model is changed.
+            plan: from `precision_plan`, a checkpoint, or a treatment.
+        """
+        for change in plan.changes:
+            if change not in self.memory.changes:
+                self._keep_change(run, change)
+        self.memory.skipped_rows = tuple(dict.fromkeys((*self.memory.skipped_rows, *plan.skipped_rows)))
+        self.memory.skipped_at |= plan.skipped_at
+        if self.checksums:
+            self.checksums.renew(run.model)  # islands hold their weights in another dtype
+        write_plan(self._folder / "precision_plan.json", self.memory.plan())
+        self._seconds_before = median(self._seconds) if len(self._seconds) >= FEW_STEPS else None
+        self._seconds = []
+
+    def without_skipped(self, step: int, samples: list[Sample]) -> list[Sample]:
+        """Leave out the rows that the guard has set aside.
+
+        Args:
+            step: counted from 1.
+            samples: of that step.
+
+        Returns:
+            The others.
+        """
+        rows = self.memory.rows_left_out(step)
+        return [sample for sample in samples if not rows & set(sample.row_ids)] if rows else samples
+
+    def settle(self, run: Run, attempt: Attempt, check: StepCheck) -> bool:
+        """Let a step pass, or do something about it.
+
+        Args:
+            run: the run.
+            attempt: applied behind the gate.
+            check: what came of it.
+
+        Returns:
+            True when the step was applied; False when it must be computed again, from wherever the run stands now.
+
+        Raises:
+            NonFiniteStepError: nothing can be done about it.
+        """
+        if self.integrity and self.integrity.mend(check):
+            self._step_began = None
+            return False
+        if check.finite and check.weights_finite:
+            self._clock_step()
+            if self._open is not None:
+                self._resumed(run, check)
+            return True
+        run.gate.undo_counters()
+        run.model.zero_grad(set_to_none=True)
+        if self.integrity:
+            self.integrity.forget()
+        began, self._step_began = time.perf_counter(), None
+        no_more = self.memory.add_alarm(check.step)
+        if self.mode == "off":
+            self.journal.write("stopped", None, step=check.step, action="stopped before the update", loss=check.loss,
+                               grad_norm=check.grad_norm, loss_scale=check.loss_scale)  # fmt: skip
+            raise NonFiniteStepError(
+                f"{check.describe()} It was not applied.",
+                hint="`guard: heal` names the cause and mends it where it can",
+            )
+        run.tell(f"Guard: {check.describe()} Nothing was applied; looking for the cause.")
+        self.journal.write("alarm", None, step=check.step, loss=check.loss, grad_norm=check.grad_norm,
+                           loss_scale=check.loss_scale, bad_tensors=len(check.bad_tensors),
+                           tensors=len(check.norms))  # fmt: skip
+        scene = attempt.scene
+        diagnosis = diagnose_attempt(run, scene, check, self.checksums)
+        self.journal.write("diagnosis", diagnosis)
+        self._keep_incident(scene, diagnosis, check)
+        if self.mode == "watch":
+            self.stop(run, diagnosis, "stopped before the update, as `guard: watch` asks")
+        self.stop_if(run, diagnosis, no_more)
+        treatment = treat(scene, diagnosis, healthy_scenes(run, scene), self.memory.changes)
+        apply_treatment(self, run, scene, diagnosis, treatment, began)
+        return False
+
+    def watch(self, run: Run, check: StepCheck, tokens: int, random_state: dict[str, Any] | None) -> bool:
+        """After a committed step: look for finite damage, and take restore points.
+
+        Args:
+            run: the run.
+            check: the step's numbers.
+            tokens: that carried loss in it.
+            random_state: of all generators as the step left them; None reads them now.
+
+        Returns:
+            True when the run was put back to an earlier step.
+        """
+        if self.mode == "off":
+            return False
+        if self._spikes.look(run, check, tokens):
+            return True
+        if self._checksum_due(run, check) and self.memory_damaged(run, check.step):
+            return True
+        if _keeps_weights(run, check.step) and self.integrity and self.integrity.mend_at_rest(check):
+            return True
+        if self._masters:
+            self._masters.look(run, check.step)
+        if self.points and self.points.due(check.step):
+            self.points.add(run, random_state or _random_state(run))
+        return False
+
+    def memory_damaged(self, run: Run, step: int) -> bool:
+        """Compare frozen weights with their checksums; mend what changed and go back to before it.
+
+        Args:
+            run: the run.
+            step: committed last.
+
+        Returns:
+            True when the run was put back to an earlier step.
+        """
+        began = time.perf_counter()
+        changed = self.checksums.changed(run.model) if self.checksums else []
+        self._checksum_seconds = min(self._checksum_seconds, time.perf_counter() - began)  # the first one was cold
+        if not changed:
+            self.sound_at = step
+            return False
+        evidence = f"{shown(changed)} {'is' if len(changed) == 1 else 'are'} frozen, yet its checksum has changed."
+        diagnosis = Diagnosis(step, "TRANSIENT", module=changed[0].rpartition(".")[0], phase="forward",
+                              evidence=(evidence,), details={"tensors": changed})  # fmt: skip
+        self.journal.write("alarm", None, step=step)
+        self.journal.write("diagnosis", diagnosis)
+        if self.mode != "heal":
+            self.stop(run, diagnosis, "stopped: the memory of this device is not reliable")
+        reload_weights(self, run, diagnosis, began)
+        return True
+
+    def go_back(self, run: Run, before: int) -> int:
+        """Put the run to a restore point with at most `before` steps done; return its step."""
+        assert self.points is not None
+        at = self.points.go_back(run, before)
+        self.sound_at = min(self.sound_at, at)
+        if self.integrity:
+            self.integrity.forget()
+        self._spikes.forget_from(at + 1)
+        return at
+
+    def seen_in_moments(self, run: Run) -> tuple[str, ...]:
+        """Return a sentence if the optimizer has lost its moments since the last restore point."""
+        if self.points and self.points.moments_lost(run):
+            return (
+                "The optimizer's second moments have shrunk faster than an update can shrink them: they were lost.",
+            )
+        return ()
+
+    def nothing_to_train(self, run: Run, samples: Sequence[Sample]) -> None:
+        """Pass over a step without a trained token; its place in the data counts, the schedule does not.
+
+        Args:
+            run: at the step before.
+            samples: of the step; none when all were left out before.
+
+        Raises:
+            NonFiniteStepError: too many steps have nothing to train on.
+        """
+        step = run.state.step + 1
+        rows = tuple(row for sample in samples for row in sample.row_ids)
+        if samples:
+            evidence = f"No token of step {step} carries a label: its loss would be 0 / 0. Rows {shown(rows)}."
+            diagnosis = Diagnosis(step, "DATA", "loss", None, "div", "forward", rows, (evidence,))
+            self.memory.add_alarm(step)
+            self.journal.write("alarm", None, step=step)
+            self.journal.write("diagnosis", diagnosis)
+            if self.mode != "heal":
+                self.stop(run, diagnosis, "stopped before the step")
+            self.stop_if(run, diagnosis, self.memory.add_skip(step, run.schedule.total_steps))
+            self.journal.write("action", diagnosis, action=f"passed over step {step}: {shown(rows)}", verified=True,
+                               steps_lost=1)  # fmt: skip
+            run.tell(f"Guard: {evidence} The step is passed over.")
+        self.memory.steps_lost += 1
+        run.state.step = step
+
+    def learning_rate_factor(self, run: Run) -> float:
+        """Return what the schedule's rate is multiplied by: below 1 while a run that went back warms up again."""
+        return self._spikes.learning_rate_factor(run.state.step + 1)
+
+    def state(self) -> dict[str, Any]:
+        """Return what a checkpoint must hold, as JSON."""
+        return self.memory.to_json() | {"events": len(self.journal.events), "spikes": self._spikes.state()}
+
+    def resume(self, run: Run, state: dict[str, Any]) -> None:
+        """Take up a checkpoint's state: the plan is applied, lines of undone steps leave the journal.
+
+        Args:
+            run: whose model is changed.
+            state: as `state` gave it.
+        """
+        plan = Plan.from_json(state["plan"])
+        if plan != Plan():
+            self.use_plan(run, plan)
+        self.memory.take_counts(state)
+        self._spikes.resume(state["spikes"])
+        self.journal.keep(state["events"])
+
+    def clear(self) -> None:
+        """Before a run that starts anew: remove what an overwritten one has left."""
+        self.journal.keep(0)
+        (self._folder / "precision_plan.json").unlink(missing_ok=True)
+        shutil.rmtree(self._folder / "incidents", ignore_errors=True)
+
+    def went_back(self, state: dict[str, Any]) -> None:
+        """Forget what only undone steps have taught; the plan and the alarms stay."""
+        self._spikes.resume(state["spikes"])
+        self.memory.steps_lost = state["steps_lost"]
+
+    def stop(self, run: Run, diagnosis: Diagnosis, action: str) -> None:
+        """End the run over a fault.
+
+        Args:
+            run: the run.
+            diagnosis: of the fault.
+            action: why it ends, for the journal.
+
+        Raises:
+            NonFiniteStepError: always.
+        """
+        self.journal.write("stopped", diagnosis, action=action)
+        where = f" in {diagnosis.module}" if diagnosis.module else ""
+        op = f", {diagnosis.op}" if diagnosis.op else ""
+        again = f"; `surefoot replay {self._incident}` repeats it" if self._incident else ""
+        raise NonFiniteStepError(
+            f"step {diagnosis.step}: {diagnosis.fault}{where}{op}. {' '.join(diagnosis.evidence)} {action}.",
+            hint=f"{_hint(diagnosis)}{again}",
+        )
+
+    def stop_if(self, run: Run, diagnosis: Diagnosis, why: str) -> None:
+        """End the run if there is a reason to.
+
+        Args:
+            run: the run.
+            diagnosis: of the fault.
+            why: it ends; empty to go on.
+        """
+        if why:
+            self.stop(run, diagnosis, why)
+
+    def leave_out(self, run: Run, diagnosis: Diagnosis, step: int, rows: tuple[str, ...]) -> None:
+        """Leave rows out of one step."""
+        self.stop_if(run, diagnosis, self.memory.add_skip(step, run.schedule.total_steps))
+        self.use_plan(run, Plan((), (), {step: rows}))
+
+    def acted(
+        self, run: Run, diagnosis: Diagnosis, action: str, verified: bool | None, began: float, steps_redone: int = 0
+    ) -> None:
+        """Tell and journal what was done.
+
+        Args:
+            run: the run.
+            diagnosis: of the fault.
+            action: what was done.
+            verified: whether it was checked; None when it could not be.
+            began: `time.perf_counter()` at the alarm.
+            steps_redone: steps that were undone and are done again.
+        """
+        seconds = time.perf_counter() - began
+        self.journal.write("action", diagnosis, action=action, verified=verified, seconds=seconds,
+                           steps_redone=steps_redone)  # fmt: skip
+        self._open = (diagnosis, began)
+        where = f" in {diagnosis.module}" if diagnosis.module else ""
+        op = f" ({diagnosis.op})" if diagnosis.op else ""
+        run.tell(f"Guard: step {diagnosis.step}: {diagnosis.fault}{where}{op}. {action[0].upper()}{action[1:]}.")
+
+    def closing(self) -> list[str]:
+        """Tell at the end of a run what was changed and what it cost."""
+        events = [dict(event) for event in self.journal.events]
+        acted = [event for event in events if event["event"] == "action"]
+        if acted and self.memory.changes and len(self._seconds) >= FEW_STEPS:
+            acted[-1] |= {"step_seconds_before": self._seconds_before, "step_seconds_after": median(self._seconds)}
+        return summarize(events)
+
+    def _clock_step(self) -> None:
+        now = time.perf_counter()
+        if self._step_began is not None:
+            self._seconds = [*self._seconds[-50:], now - self._step_began]
+        self._step_began = now
+
+    def _keep_incident(self, scene: Scene, diagnosis: Diagnosis, check: StepCheck) -> None:
+        plan = self.memory.plan().to_json()
+        self._incident = write_incident(
+            self._folder / "incidents", scene, diagnosis, yaml=self._cfg.to_yaml(), plan=plan, seen=Seen.of_check(check)
+        )
+
+    def _keep_change(self, run: Run, change: Change) -> None:
+        apply_change(run.model, run.runner.forward, change)
+        hold_change(run.model, change)
+        self.memory.changes = (*self.memory.changes, change)
+
+    def _checksum_due(self, run: Run, check: StepCheck) -> bool:
+        step = check.step
+        if check.grad_norm == 0.0 or _keeps_weights(run, step):
+            return True  # a dead network, or weights that are about to be kept
+        if run.runner.device != "cpu":
+            return step % CHECKSUM_EVERY == 0
+        now = time.perf_counter()
+        step_seconds, self._last_step = now - self._last_step, now
+        every = self._checksum_seconds / max(CHECKSUM_SHARE * step_seconds, 1e-9)
+        return step - self.sound_at >= min(CHECKSUM_EVERY, every)
+
+    def _stop_if(self, run: Run, diagnosis: Diagnosis, why: str) -> None:
+        if why:
+            self.stop(run, diagnosis, why)
+
+    def _resumed(self, run: Run, check: StepCheck) -> None:
+        assert self._open is not None
+        diagnosis, began = self._open
+        if check.step < diagnosis.step:
+            return  # on the way back to it
+        self._open = None
+        self.journal.write("resumed", diagnosis, loss=check.loss, grad_norm=check.grad_norm,
+                           seconds=time.perf_counter() - began)  # fmt: skip
+
+
+def _keeps_weights(run: Run, step: int) -> bool:
+    return run.schedule.saves_at(step) or step == run.schedule.total_steps
+
+
+def _random_state(run: Run) -> dict[str, Any]:
+    from surefoot.model.randomness import get_random_state
+
+    return get_random_state(run.runner.device)
+
+
+def _hint(diagnosis: Diagnosis) -> str:
+    hints = {
+        "WEIGHTS": "load a sound checkpoint: training on would spread it",
+        "DATA": "mend or remove these rows",
+        "MATH": "the expression itself has no finite value here; no number format cures it",
+        "TRANSIENT": "test the device: `surefoot doctor --deep`",
+        "OPTIMIZER": "lower learning_rate, or check adam_epsilon",
+    }
+    return hints.get(diagnosis.fault, "the last checkpoint is untouched")
