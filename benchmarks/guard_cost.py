@@ -288,16 +288,12 @@ def measure(
     off = surefoot_arm(bench, "off", table, per_step, build_optimizer(bench.model, cfg), tokens)
     for arm in (bare, off):
         arm.take_model(bench)
-        arm.advance(3)
-        arm.block(bench, BLOCK)  # memory before the guard holds anything; not timed
-        arm.seconds.clear()
-    memory = {arm.name: arm.peak for arm in (bare, off)}
+        arm.advance(3 + BLOCK)
     heal = surefoot_arm(bench, "heal", table, per_step, build_optimizer(bench.model, cfg), tokens)
     heal.take_model(bench)
     heal.advance(3 + BLOCK)
     arms = [bare, off, heal] if with_bare else [off, heal]
     rounds = take_turns(bench, arms, max(1, options.steps // BLOCK), options.seconds)
-    memory["heal"] = heal.peak
     if not with_bare:
         bare.block(bench, BLOCK)
     syncs = {arm.name: count_syncs(bench, arm, 2) for arm in (bare, off, heal)}
@@ -305,7 +301,7 @@ def measure(
     print(f"{'arm':6} {'ms a step':>10} {'peak GiB':>9}   {'against off':32} host syncs a step")
     for arm in (bare, off, heal):
         waits = ", ".join(f"{name} {count:g}" for name, count in syncs[arm.name].items())
-        line = f"{arm.name:6} {1e3 * statistics.median(arm.seconds):10.2f} {memory[arm.name]:9.3f}"
+        line = f"{arm.name:6} {1e3 * statistics.median(arm.seconds):10.2f} {arm.peak:9.3f}"
         print(f"{line}   {against(arm, off) if arm is not off else '':32} {waits}")
     if bare in arms:
         print(f"heal against bare: {against(heal, bare)}")

@@ -6,17 +6,11 @@ tensor, dtype or way of doing the same harm.
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
-import numpy as np
-import pytest
 import torch
-from conftest import BASE, STD
-from fault_runs import VOCABULARY, Job, Outcome, pattern_rows, row, save_model
+from fault_runs import VOCABULARY, Job
 from plants import (
     MARK,
     OnceHook,
@@ -38,147 +32,24 @@ from plants import (
     root_of_zero,
     scaled,
 )
+from recipes_lab import (
+    SINGLE,
+    Case,
+    Expected,
+    Lab,
+    halve_trained,
+    once,
+    start_scale_at,
+    weight_of,
+    with_token,
+    without_labels,
+)
 
-from surefoot.data.messages import IGNORE_INDEX, Sample
-from surefoot.train.loss_scale import LossScale
-
-SINGLE = {"fp16": None, "compute_dtype": "float32"}
 DTYPES: tuple[dict[str, Any], ...] = ({}, {"fp16": None, "bf16": True}, SINGLE)
 IN_ORDER = {"disable_shuffling": True}
 LONG_RUN = SINGLE | {"max_steps": 60, "learning_rate": 3e-3}
 AT = 40  # of a long run: what is planted strikes after this step
 PROJECTIONS = ("self_attn.q_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
-
-
-@dataclass(frozen=True)
-class Expected:
-    """What the journal must say first, and how the run must end.
-
-    Attributes:
-        classes: any of these; "none": not a word; "told": a message only; "refused": before it starts.
-        module: None for outside of every module; "*" for any.
-        op: likewise.
-        phase: likewise.
-        ends: "well", or "stops" before anything is saved.
-        told: part of the message of a run that is refused or told of.
-    """
-
-    classes: tuple[str, ...]
-    module: str | None = "*"
-    op: str | None = "*"
-    phase: str | None = "*"
-    ends: str = "well"
-    told: str = ""
-
-
-@dataclass(frozen=True)
-class Case:
-    """A planted run, ready to go.
-
-    Attributes:
-        job: to be trained.
-        expected: of it.
-        reference: the run that it must come near to; None when it must not end well.
-    """
-
-    job: Job
-    expected: Expected
-    reference: Outcome | None = None
-
-
-@dataclass
-class Lab:
-    """Where one recipe is planted for one seed.
-
-    Attributes:
-        folder: for models and runs.
-        seed: from 0; 0 is the recipe as the tests have it, but for the data.
-        patch: taken back afterwards.
-        undo: called afterwards.
-    """
-
-    folder: Path
-    seed: int
-    patch: pytest.MonkeyPatch
-    undo: list[Callable[[], None]] = field(default_factory=list)
-    _numbers: Any = field(default_factory=itertools.count)
-
-    def pick(self, values: Sequence[Any]) -> Any:
-        """Choose by seed."""
-        return values[self.seed % len(values)]
-
-    def layer(self, first: int) -> int:
-        """Choose one of four layers by seed."""
-        return (first + self.seed) % 4
-
-    def model(self, plant: Any = None, kind: str = "qwen2", **changes: Any) -> Path:
-        """Save a model with a plant in its weights."""
-        folder = self.folder / f"model-{next(self._numbers)}"
-        return save_model(folder, kind, plant=plant, seed=self.seed, **({"initializer_range": STD} | changes))
-
-    def rows(self, count: int = 16, **changes: Any) -> list[Sample]:
-        """Draw rows."""
-        return pattern_rows(count, seed=self.seed, **changes)
-
-    def job(self, model: Path | None = None, rows: Sequence[Sample] | None = None, **changes: Any) -> Job:
-        """Load a run."""
-        out = self.folder / f"out-{next(self._numbers)}"
-        settings = BASE | {"seed": 3 + self.seed, "model_name_or_path": str(model or self.model()), "output_dir": str(out)}
-        settings = {key: value for key, value in (settings | changes).items() if value is not None}
-        return Job(settings, self.rows() if rows is None else rows)
-
-    def healthy(self, *args: Any, **changes: Any) -> Outcome:
-        """Train without a guard."""
-        return self.job(*args, **changes, guard="off").train()
-
-    def in_float32(self, *args: Any, **changes: Any) -> Outcome:
-        """Train in float32 without a guard."""
-        return self.healthy(*args, **(changes | SINGLE | {"bf16": None}))
-
-
-def with_token(rows: Sequence[Sample], index: int, token: int, place: int = 10) -> list[Sample]:
-    """Put a token into one of the rows."""
-    ids = list(rows[index].input_ids)
-    return [*rows[:index], row(index, [*ids[:place], token, *ids[place + 1 :]]), *rows[index + 1 :]]
-
-
-def without_labels(rows: Sequence[Sample], indices: Sequence[int]) -> list[Sample]:
-    """Take all labels from some of the rows."""
-    return [
-        Sample(s.row_ids, s.input_ids, np.full_like(s.labels, IGNORE_INDEX), s.segments) if i in indices else s
-        for i, s in enumerate(rows)
-    ]
-
-
-def once(job: Job, at: int, harm: Callable[[], None]) -> None:
-    """Do harm after a step, the first time that it is reached."""
-    done: list[int] = []
-
-    def after(step: int) -> None:
-        if step == at and not done:
-            done.append(step)
-            harm()
-
-    job.recorder.after_step.append(after)
-
-
-def halve_trained(job: Job, dtype: torch.dtype) -> None:
-    """Hold the trained parameters in 16 bits, as a wrong loader would."""
-    for parameter in job.model.parameters():
-        if parameter.requires_grad:
-            parameter.data = parameter.data.to(dtype)
-
-
-def start_scale_at(lab: Lab, value: float) -> None:
-    """Let the loss scale stand at a value that somebody else left there."""
-    start = classmethod(lambda cls, enabled: cls(value if enabled else 1.0, enabled))
-    lab.patch.setattr(LossScale, "for_run", start)
-
-
-def weight_of(job: Job, name: str) -> torch.Tensor:
-    """Return a frozen weight by its module's Hugging Face name."""
-    module = job.module(name)
-    return (module.get_base_layer() if hasattr(module, "get_base_layer") else module).weight
 
 
 # --- number range -----------------------------------------------------------------------------------------------
@@ -205,14 +76,12 @@ def r2_fits(lab: Lab) -> Case:
 def r3(lab: Lab) -> Case:
     first, second = lab.pick([(0, 1), (1, 3), (0, 2), (2, 3), (1, 2)])
     model = lab.model(huge_stream(first, second), "llama", mlp_bias=True, attention_bias=True)
-    return Case(
-        lab.job(model), Expected(("RANGE",), f"model.layers.{second}", "add", "forward"), lab.in_float32(model)
-    )
+    return Case(lab.job(model), Expected(("RANGE",), f"model.layers.{second}", "add", "forward"), lab.in_float32(model))
 
 
 def r4(lab: Lab) -> Case:
     name = f"layers.{lab.layer(1)}.{lab.pick(('input_layernorm', 'post_attention_layernorm'))}"
-    model = lab.model(scaled("model.embed_tokens.weight", 1000.0))
+    model = lab.model(scaled("model.embed_tokens.weight", 2000.0))
     job, reference = lab.job(model), lab.job(model, **SINGLE, guard="off")
     for each in (job, reference):
         replace_norm(each.module("model"), name)
@@ -220,7 +89,7 @@ def r4(lab: Lab) -> Case:
 
 
 def r5(lab: Lab) -> Case:
-    token = 40 + 7 * lab.seed
+    token = 40 + 7 * (lab.seed % 5)
     model = lab.model(element("model.embed_tokens.weight", 0.0, token))
     rows = with_token(lab.rows(), lab.pick((0, 5, 11, 14, 3)), token, 20)
     job, reference = lab.job(model, rows), lab.job(model, rows, **SINGLE, guard="off")
@@ -298,7 +167,7 @@ def r11(lab: Lab) -> Case:
 
     def job(fill: float, **changes: Any) -> Job:
         lab.patch.setattr(modeling_qwen2, "create_causal_mask", left_padded(fill))
-        made = lab.job(model, **SINGLE, **changes)
+        made = lab.job(model, **SINGLE, memory=24, **changes)  # a row a pass: the mask knows of one only
         made.loaded.model.get_base_model().set_attn_implementation("eager")
         return made
 
@@ -317,7 +186,7 @@ def r18(lab: Lab) -> Case:
 
 
 def r22(lab: Lab) -> Case:
-    way = lab.pick(("write", "add", "multiply"))
+    way = lab.pick(("write", "literal", "multiply", "outside", "infinity"))
     index = lab.pick((15, 13, 9, 11, 7))
     flags = IN_ORDER | {"num_train_epochs": 2.0} | lab.pick(DTYPES)
     rows = with_token(lab.rows(), index, MARK)
@@ -330,7 +199,7 @@ def r22(lab: Lab) -> Case:
 def r22_once(lab: Lab) -> Case:
     flags = {"lora_dropout": 0.1} | lab.pick(DTYPES)
     job, reference = lab.job(**flags), lab.healthy(**flags)
-    place = lab.pick(("mlp", "self_attn", "mlp.down_proj", "self_attn.v_proj", "input_layernorm"))
+    place = lab.pick(("mlp", "self_attn.o_proj", "mlp.down_proj", "self_attn.v_proj", "input_layernorm"))
     hook = OnceHook(job.module(f"model.layers.{lab.layer(2)}.{place}"), float("nan"))
     once(job, 4, hook.arm)
     return Case(job, Expected(("TRANSIENT",), phase="forward"), reference)
@@ -433,10 +302,10 @@ def r16(lab: Lab) -> Case:
 def r17(lab: Lab, factor: float = 100.0, steps: int = 5) -> Case:
     model = lab.model(dtype=torch.float32)
     reference = lab.healthy(model, **LONG_RUN)
-    at = AT + 3 * lab.seed
+    at = AT + 3 * (lab.seed % 5)
     plant = OptimizerPlant(lambda call: factor if at <= call < at + steps else 1.0)
     lab.undo.append(plant.remove)
-    return Case(lab.job(model, **LONG_RUN), Expected(("SPIKE", "TREND"), phase="*"), reference)
+    return Case(lab.job(model, **LONG_RUN), Expected(("SPIKE", "TREND"), since=at), reference)
 
 
 def r17_for_good(lab: Lab) -> Case:
@@ -449,8 +318,9 @@ def r19_moments(lab: Lab) -> Case:
     plant = OptimizerPlant()
     lab.undo.append(plant.remove)
     job = lab.job(model, **LONG_RUN)
-    once(job, AT + 3 * lab.seed, plant.lose_second_moments)
-    return Case(job, Expected(("SPIKE",), phase="optimizer"), reference)
+    at = AT + 3 * (lab.seed % 5)
+    once(job, at, plant.lose_second_moments)
+    return Case(job, Expected(("SPIKE",), phase="optimizer", since=at), reference)
 
 
 def r19_checkpoint(lab: Lab) -> Case:

@@ -129,8 +129,8 @@ def peer_step(model: Any, device: str, rows_at_once: int) -> Step:
     return step
 
 
-def surefoot_step(model: Any, device: str, round_to: int, tokens_per_pass: int) -> Step:
-    """A step as Surefoot does it: all rows packed, each pass attended by its layout, chunked loss."""
+def surefoot_step(model: Any, device: str, round_to: int, tokens_per_pass: int) -> tuple[Step, Any]:
+    """A step as Surefoot does it: all rows packed, each pass attended by its layout, chunked loss; and its forward."""
     from surefoot.model.attention import use_packed_attention
     from surefoot.model.lora import fuse_lora
     from surefoot.model.probes import build_forward
@@ -150,7 +150,19 @@ def surefoot_step(model: Any, device: str, round_to: int, tokens_per_pass: int) 
         optimizer.zero_grad(set_to_none=True)
         return float(torch.stack(losses).sum())
 
-    return step
+    return step, forward
+
+
+def refuse_wrong_gradients(model: Any, forward: Any, device: str, rows: Rows, round_to: int) -> None:
+    """Raise when compiled layers do not give the eager gradients: a fast wrong step is not timed."""
+    from surefoot.guard.preflight_compiled import check_compiled
+    from surefoot.guard.scene import Scene
+    from surefoot.model.randomness import get_random_state
+
+    forward.round_to = round_to
+    finding = check_compiled(Scene(model, forward, device, 1, tuple(rows), 16384, 1.0, get_random_state(device)))
+    if finding:
+        raise RuntimeError(" ".join(finding.diagnosis.evidence))
 
 
 def compile_model(model: Any, options: list[str]) -> None:
@@ -249,9 +261,11 @@ def run_job(arm: str, job: str, model: Any, arguments: argparse.Namespace, table
                 step, name = peer_step(model, device, size), f"{arm}, {size} row(s) at once"
             else:
                 rounding = arguments.round_to if arm == "compiled" else 1
-                step, name = surefoot_step(model, device, rounding, size), f"{arm}, {size} tokens a pass"
+                step, forward = surefoot_step(model, device, rounding, size)
+                name = f"{arm}, {size} tokens a pass"
                 if arm == "compiled":
                     compile_model(model, arguments.inductor)
+                    refuse_wrong_gradients(model, forward, device, table[0], rounding)
             warm = 2 if arm == "compiled" else 1
             measure(name, job, step, table, warm)
             if arm == "compiled" or arguments.profile_all:
@@ -286,7 +300,7 @@ def run_arm(arm: str, jobs: list[str], arguments: argparse.Namespace, device: st
             table = rows_of(job, 16, shapes["vocab_size"], arguments.tiny)[-steps:]
             try:
                 run_job(arm, job, model, arguments, table, device)
-            except Exception:  # whatever a peer or a compiler may raise: the other jobs and arms shall still run
+            except Exception:  # noqa: BLE001  whatever a peer or a compiler may raise: the other jobs and arms shall still run
                 say(f"{job:6} {arm} failed:\n{traceback.format_exc(limit=-6)}")
             gc.collect()
 
@@ -314,7 +328,7 @@ def main() -> int:
     for arm in arguments.arms.split(","):
         try:
             run_arm(arm, arguments.jobs.split(","), arguments, device)
-        except Exception:  # as above
+        except Exception:  # noqa: BLE001  as above
             say(f"       {arm} failed:\n{traceback.format_exc(limit=-6)}")
         gc.collect()
         if device != "cpu":

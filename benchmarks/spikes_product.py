@@ -55,8 +55,9 @@ class Verdict:
         fault: planted.
         steps: done.
         at: the first faulty step.
-        seen: step of the first diagnosis; None for none.
+        seen: step of the first diagnosis since the fault was planted; None for none.
         by: "proved", "statistical" or "not finite".
+        false: steps of the diagnoses before it was planted.
     """
 
     setting: str
@@ -65,11 +66,12 @@ class Verdict:
     at: int
     seen: int | None
     by: str = ""
+    false: tuple[int, ...] = ()
 
     @property
     def in_time(self) -> bool:
-        """Named at the first faulty step or one of the two after it."""
-        return self.seen is not None and self.at <= self.seen <= self.at + 2
+        """Named before the first faulty step, at it, or at one of the two after it."""
+        return self.seen is not None and self.seen <= self.at + 2
 
 
 class Planter:
@@ -154,12 +156,18 @@ def make_run(setting: Setting, fault: str, seed: int, steps: int, model: str, te
     journal = out / "run" / "surefoot" / "guard.jsonl"
     lines = [json.loads(line) for line in journal.read_text().splitlines()] if journal.is_file() else []
     shutil.rmtree(out)
-    found = next((line for line in lines if line["event"] == "diagnosis"), None)
-    if found is None:
-        return Verdict(setting.name, fault, planter.steps, at, None)
-    proved = any(words in found["evidence"] for words in PROVED)
-    by = "proved" if proved else "statistical" if found["class"] in ("SPIKE", "TREND") else "not finite"
-    return Verdict(setting.name, fault, planter.steps, at, found["step"], by)
+    told = [(line["step"], _by(line)) for line in lines if line["event"] == "diagnosis"]
+    # The damage is done while step at - 1 is told; checksums are looked at right after that and may see it there.
+    since = [(step, by) for step, by in told if step >= at - (by == "proved")] if fault != HEALTHY else []
+    false = tuple(step for step, by in told if (step, by) not in since)
+    seen, by = since[0] if since else (None, "")
+    return Verdict(setting.name, fault, planter.steps, at, seen, by, false)
+
+
+def _by(line: dict[str, Any]) -> str:
+    if any(words in line["evidence"] for words in PROVED):
+        return "proved"
+    return "statistical" if line["class"] in ("SPIKE", "TREND") else "not finite"
 
 
 def tokenizer_of_characters() -> Any:
@@ -183,25 +191,25 @@ def print_product(verdicts: list[Verdict]) -> bool:
     """Print the table; return whether the goals are met."""
     print("| Setting | Healthy steps | False alarms | " + " | ".join(FAULTS) + " |")
     print("| --- " * (3 + len(FAULTS)) + "|")
-    false = [v for v in verdicts if v.fault == HEALTHY and v.seen is not None]
-    false += [v for v in verdicts if v.fault != HEALTHY and v.seen is not None and v.seen < v.at]
+    healthy = [v for v in verdicts if v.fault == HEALTHY]
     for name in (*dict.fromkeys(v.setting for v in verdicts), "all"):
         own = [v for v in verdicts if name in (v.setting, "all")]
-        steps = sum(v.steps if v.fault == HEALTHY else min(v.steps, v.at - 1) for v in own)
+        calm = [v for v in own if v.fault == HEALTHY]
         cells = [_cell([v for v in own if v.fault == fault], percent=name == "all") for fault in FAULTS]
-        print(f"| {name} | {steps:,} | {sum(v in false for v in own)} | {' | '.join(cells)} |")
+        steps, false = sum(v.steps for v in calm), sum(len(v.false) for v in calm)
+        print(f"| {name} | {steps:,} | {false} | {' | '.join(cells)} |")
     planted = [v for v in verdicts if v.fault != HEALTHY]
-    print("\nFound at the first faulty step or one of the two after it / planted.")
+    print("\nFound at the first faulty step, before it, or at one of the two after it / planted.")
     for fault in FAULTS:
         own = [v for v in planted if v.fault == fault]
         by = Counter(v.by for v in own if v.in_time)
         later = Counter(v.seen - v.at for v in own if v.in_time and v.seen is not None)
         late = sum(v.seen is not None and v.seen > v.at + 2 for v in own)
         print(f"{fault}: by {dict(by)}; steps later {dict(sorted(later.items()))}; seen too late {late}")
-    for verdict in false:
+    for verdict in (v for v in verdicts if v.false):
         print(f"false alarm: {verdict}")
-    steps = sum(v.steps for v in verdicts if v.fault == HEALTHY)
-    return len(false) * 10_000 <= max(steps, 1) and sum(v.in_time for v in planted) >= 0.95 * len(planted)
+    steps, false = sum(v.steps for v in healthy), sum(len(v.false) for v in healthy)
+    return false * 10_000 <= steps and sum(v.in_time for v in planted) >= 0.95 * len(planted)
 
 
 def _cell(own: list[Verdict], percent: bool) -> str:

@@ -120,7 +120,11 @@ def test_a_run_that_meets_nan_ends_with_1_and_its_log_says_so(job, tmp_path):
         model.model.layers[0].mlp.up_proj.weight[0, 0] = float("nan")
     model.save_pretrained(poisoned)
     out = tmp_path / "run"
-    run = cli("train", job / "job.yaml", f"model_name_or_path={poisoned}", f"output_dir={out}")
+    words = ("train", job / "job.yaml", f"model_name_or_path={poisoned}", f"output_dir={out}")
+    run = cli(*words)
+    assert run.exit_code == 1 and "Traceback" not in run.stderr and run.stdout == ""
+    assert "layers.0.mlp.up_proj.weight" in run.stderr, "named before step 1"
+    run = cli(*words, "guard_preflight=false", "overwrite_output_dir=true")
     assert run.exit_code == 1 and "Traceback" not in run.stderr and run.stdout == ""
     entries = [json.loads(line) for line in (out / "trainer_log.jsonl").read_text().splitlines()]
     assert entries[-1]["loss"] is None and entries[-1]["nonfinite"] is True

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -108,7 +109,8 @@ def poison_marked(embedding: nn.Module, way: str = "write") -> None:
 
     Args:
         embedding: whose output goes bad.
-        way: "write" it, or "add" or "multiply" a number that is none.
+        way: "write" it, "add" or "multiply" a number that is none, multiply by one that stands in the code ("literal"),
+            bring it in from "outside" of torch, or write an "infinity".
     """
     nan = float("nan")
 
@@ -116,8 +118,12 @@ def poison_marked(embedding: nn.Module, way: str = "write") -> None:
         marked = (args[0] == MARK)[..., None]
         if not bool(marked.any()):
             return output
-        if way == "write":
-            return output.masked_fill(marked, nan)
+        if way in ("write", "infinity"):
+            return output.masked_fill(marked, nan if way == "write" else float("inf"))
+        if way == "literal":
+            return output * nan
+        if way == "outside":
+            return torch.from_numpy(np.where(marked.numpy(), np.float32(nan), output.detach().float().numpy()))
         spot = torch.where(marked, nan, 0.0 if way == "add" else 1.0).to(output.dtype)
         return output + spot if way == "add" else output * spot
 
@@ -229,12 +235,15 @@ def break_compiled(monkeypatch: Any, broken: Sequence[nn.Module]) -> list[nn.Mod
 
         return backend
 
-    def compile_module(self: nn.Module, *args: Any, **kwargs: Any) -> None:
-        compiled.append(self)
-        backend = backend_of(any(self is module for module in broken))
-        self._compiled_call_impl = torch.compile(self._call_impl, backend=backend)
+    compile_function = torch.compile
 
-    monkeypatch.setattr(nn.Module, "compile", compile_module)
+    def planted(function: Any, **options: Any) -> Any:
+        module = function.__self__
+        compiled.append(module)
+        backend = backend_of(any(module is other for other in broken))
+        return compile_function(function, **(options | {"backend": backend}))
+
+    monkeypatch.setattr(torch, "compile", planted)
     return compiled
 
 

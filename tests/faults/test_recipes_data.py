@@ -158,7 +158,7 @@ def test_r18_a_mean_of_means_is_seen_before_step_1(job, monkeypatch):
     assert not outcome.changes
 
 
-@pytest.mark.parametrize("way", ["write", "add", "multiply"])
+@pytest.mark.parametrize("way", ["write", "add", "multiply", "literal", "outside", "infinity"])
 def test_r22_a_poisoned_sample_is_named_and_left_out(job, way):
     """The last step of two epochs holds the bad row; without it the table gives the same steps, that one shorter."""
     flags = IN_ORDER | {"num_train_epochs": 2.0}

@@ -58,7 +58,7 @@ def test_r25_before_step_1_a_gradient_that_does_not_add_up_names_the_kernel(job,
 def test_a_fault_that_exists_only_compiled(job, monkeypatch):
     """Compile is switched off for that layer alone; the others stay compiled."""
     normal = job(rows=pattern_rows(8), fp16=None, compute_dtype="float32").train()
-    run = job(rows=pattern_rows(8), fp16=None, compute_dtype="float32", compile=True)
+    run = job(rows=pattern_rows(8), fp16=None, compute_dtype="float32", compile=True, guard_preflight=False)
     layers = [run.module(f"model.layers.{i}") for i in range(4)]
     compiled = break_compiled(monkeypatch, [layers[1]])
     torch.compiler.reset()
@@ -70,6 +70,18 @@ def test_a_fault_that_exists_only_compiled(job, monkeypatch):
     assert [(c["kind"], c["module"]) for c in outcome.changes] == [("compile_off", "model.layers.1")], outcome.changes
     assert [layer._compiled_call_impl is not None for layer in layers] == [True, False, True, True]
     assert close(outcome.final_loss, normal.final_loss, 1e-4)
+
+
+def test_before_step_1_a_compiled_layer_that_differs_runs_eagerly(job, monkeypatch):
+    run = job(rows=pattern_rows(8), fp16=None, compute_dtype="float32", compile=True)
+    layers = [run.module(f"model.layers.{i}") for i in range(4)]
+    break_compiled(monkeypatch, [layers[1]])
+    torch.compiler.reset()
+    outcome = run.train()
+    (found,) = outcome.of("preflight")
+    assert (found["class"], found["module"], found["op"]) == ("KERNEL", "model.layers.1", "torch.compile")
+    assert outcome.error is None and not outcome.of("alarm")
+    assert [layer._compiled_call_impl is not None for layer in layers] == [True, False, True, True]
 
 
 def test_a_range_fault_in_compiled_layers_is_named_by_module_and_op(job, planted, monkeypatch):

@@ -114,7 +114,7 @@ class Wrapped:
 
     def __init__(self, forward: Any, change: Any) -> None:
         self._forward, self._change = forward, change
-        self.model = forward.model
+        self.model, self.round_to = forward.model, forward.round_to
         self._kept: list[torch.Tensor] = []
 
     @staticmethod

@@ -129,7 +129,11 @@ def test_several_changes_lie_over_each_other(qwen):
 def test_a_plan_is_applied_whole_or_not_at_all(qwen):
     model, forward = qwen
     plain = step(model, forward, 256.0)[0]
-    for bad in (Change("island", "model.layers.9.mlp"), Change("compile_off", LAYER), Change("region", "model.norm")):
+    for bad in (
+        Change("island", "model.layers.9.mlp"),
+        Change("scores", f"{LAYER}.mlp"),
+        Change("region", "model.norm"),
+    ):
         with pytest.raises(ValueError):
             apply_plan(model, forward, [Change("region", LAYER), bad])
         assert torch.equal(step(model, forward, 256.0)[0], plain)

@@ -15,8 +15,14 @@ from torch._dynamo.utils import counters
 from helpers import random_sample
 from surefoot.data.batch import count_trained, pack
 from surefoot.model.compiled import (
-    CACHE_VARIABLE, compile_layers, compiled_layers, is_compiled, keep_compiled_code, start_compiling, stop_compiling
-)  # fmt: skip
+    CACHE_VARIABLE,
+    compile_layers,
+    compiled_layers,
+    is_compiled,
+    keep_compiled_code,
+    start_compiling,
+    stop_compiling,
+)
 from surefoot.model.islands import set_attention_kernel, set_island
 from surefoot.model.structure import decoder_layers
 from surefoot.model.variants import in_float32, reference_kernels, without_compile
@@ -40,8 +46,8 @@ def fresh_compiler():
     counters.clear()
 
 
-def small(how="full"):
-    return adapted(tiny("llama"), how)
+def small(dtype=torch.float32):
+    return adapted(tiny("llama", dtype), "full", dtype)
 
 
 def rows_of(lengths, seed=0):
@@ -70,11 +76,10 @@ def graphs():
     ("family", "how", "most"),
     [
         ("llama", "lora", 2),
-        ("qwen2", "lora", 2),
-        ("qwen3", "lora", 2),
-        ("gemma2", "lora", 3),
-        ("mixtral", "lora", 2),
-        ("llama", "full", 1),
+        ("qwen2", "full", 1),
+        ("qwen3", "full", 1),
+        ("gemma2", "full", 2),
+        ("mixtral", "full", 1),
     ],
 )
 @pytest.mark.usefixtures("fresh_compiler")
@@ -96,7 +101,7 @@ def test_equals_eager_and_compiles_once(family, how, most):
 
 @pytest.mark.usefixtures("fresh_compiler")
 def test_equals_eager_in_bfloat16_within_its_rounding():
-    model, forward = adapted(tiny("llama"), "lora", autocast=torch.bfloat16)
+    model, forward = adapted(tiny("llama", num_hidden_layers=1), "lora", autocast=torch.bfloat16)
     compile_layers(model, **QUICK)
     for lengths in STEPS:
         with in_float32(model, forward):
@@ -106,13 +111,13 @@ def test_equals_eager_in_bfloat16_within_its_rounding():
         our_loss, our_grad = step(model, forward, lengths, 64)
         assert abs(our_loss - exact_loss) <= 2 * abs(loss - exact_loss) + 2**-8 * exact_loss
         assert distance(our_grad, exact_grad) <= 1.5 * distance(grad, exact_grad)
-    assert graphs() == 2
+    assert graphs() == 1
 
 
 @pytest.mark.usefixtures("fresh_compiler")
 def test_kernels_of_the_compiler():
     """Real generated code, not only captured graphs."""
-    model, forward = adapted(tiny("llama", num_hidden_layers=2), "lora")
+    model, forward = adapted(tiny("llama", num_hidden_layers=1), "lora")
     compile_layers(model)
     for lengths in STEPS[:3]:
         with without_compile(model):
@@ -120,7 +125,7 @@ def test_kernels_of_the_compiler():
         our_loss, our_grad = step(model, forward, lengths, 64)
         assert abs(our_loss - loss) <= 1e-5 * loss
         assert distance(our_grad, grad) <= 1e-5
-    assert graphs() == 2
+    assert graphs() == 1
 
 
 @pytest.mark.usefixtures("fresh_compiler")
@@ -139,7 +144,7 @@ def test_with_recompute():
 
 
 def test_dropout_of_adapters_is_drawn_and_drawn_again():
-    model, forward = adapted(tiny("llama"), "dropout")
+    model, forward = adapted(tiny("llama", num_hidden_layers=1), "dropout")
     compile_layers(model, **QUICK)
     model.train()
     torch.manual_seed(5)
@@ -148,7 +153,7 @@ def test_dropout_of_adapters_is_drawn_and_drawn_again():
     torch.manual_seed(5)
     again = step(model, forward, (9, 5, 7))
     assert torch.equal(one[1], again[1]) and not torch.equal(one[1], two[1])
-    assert compiled_layers(model) == LAYERS
+    assert compiled_layers(model) == LAYERS[:1]
 
 
 def test_what_peft_computes_in_its_own_way_is_right_compiled_or_not():
@@ -184,9 +189,7 @@ class Stubborn(torch.nn.Module):
 
 def test_a_layer_that_cannot_be_compiled_runs_eagerly_and_says_so():
     model, forward = small()
-    decoder_layers(model)[1].input_layernorm = torch.nn.Sequential(
-        Stubborn(), decoder_layers(model)[1].input_layernorm
-    )
+    decoder_layers(model)[1].input_layernorm = torch.nn.Sequential(Stubborn(), decoder_layers(model)[1].input_layernorm)
     loss, grad = step(model, forward, (9, 5, 7))
     told = []
     compile_layers(model, tell=told.append, **QUICK)
@@ -236,16 +239,18 @@ def test_an_error_of_the_layer_itself_is_not_swallowed():
 @pytest.mark.parametrize("name", ["eager", "fused"])
 def test_kernel_overrides_and_islands_reach_compiled_layers(name):
     """What is changed after compiling is what runs: the compiled code is not taken for the new case."""
-    model, forward = small()
+    model, forward = small(dtype=torch.bfloat16)
     compile_layers(model, **QUICK)
-    step(model, forward, (9, 5, 7))
+    plain, _ = step(model, forward, (9, 5, 7), 64)
     layer = decoder_layers(model)[1]
     set_attention_kernel(layer.self_attn, name)
-    set_island(layer.mlp, torch.float64)
+    set_island(layer, torch.float32)
     with without_compile(model):
         loss, grad = step(model, forward, (9, 5, 7))
     our_loss, our_grad = step(model, forward, (9, 5, 7), 64)
-    assert abs(our_loss - loss) <= 1e-5 * loss and distance(our_grad, grad) <= 1e-5
+    # The other layers round to 8 bits either way; without the island the gradient is farther off.
+    assert abs(our_loss - loss) <= 2**-8 * loss and distance(our_grad, grad) <= 2**-5
+    assert our_loss != plain
 
 
 def test_replays_of_the_guard_run_on_padded_passes_too():
@@ -262,11 +267,11 @@ def test_replays_of_the_guard_run_on_padded_passes_too():
 def test_who_watches_operations_sees_those_of_compiled_layers():
     from torch.utils._python_dispatch import TorchDispatchMode
 
-    class Watcher(TorchDispatchMode):
-        seen: set[str] = set()
+    seen = set()
 
+    class Watcher(TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            self.seen.add(str(func))
+            seen.add(str(func))
             return func(*args, **(kwargs or {}))
 
     model, forward = small()
@@ -274,7 +279,7 @@ def test_who_watches_operations_sees_those_of_compiled_layers():
     step(model, forward, (9, 5, 7))
     with Watcher():
         step(model, forward, (9, 5, 7))
-    assert "aten.silu.default" in Watcher.seen and "surefoot.packed_attention.default" not in Watcher.seen
+    assert "aten.silu.default" in seen and "surefoot.packed_attention.default" not in seen
 
 
 def test_evaluation_and_copies():

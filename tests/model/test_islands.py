@@ -368,7 +368,8 @@ def test_an_island_in_a_compiled_layer():
     assert torch.equal(step(model, forward, SCALE)[0], plain[0])
     set_island(mlp, F32)
     loss, others = step(model, forward, SCALE)
-    assert torch.equal(loss, wanted) and all(torch.equal(others[n], g) for n, g in grads.items())
+    # Compiled attention sums its gradients in another order: a few roundings of float16.
+    assert torch.equal(loss, wanted) and all((others[n] - g).norm() <= 2**-8 * g.norm() for n, g in grads.items())
     clear_island(mlp)
     assert torch.equal(step(model, forward, SCALE)[0], plain[0])
     torch._dynamo.reset()

@@ -138,10 +138,10 @@ def test_out_of_memory_halves_the_pass_and_loses_nothing(settings, start, monkey
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     pack = scene_module.pack
 
-    def too_large(samples):
+    def too_large(samples, *rest, **more):
         if sum(len(s.input_ids) for s in samples) > 60:
             raise torch.OutOfMemoryError("planted")
-        return pack(samples)
+        return pack(samples, *rest, **more)
 
     monkeypatch.setattr(scene_module, "pack", too_large)
     halved, _ = start(settings | {"overwrite_output_dir": True})
@@ -150,7 +150,7 @@ def test_out_of_memory_halves_the_pass_and_loses_nothing(settings, start, monkey
 
 
 def test_one_row_too_large_is_a_clear_failure(settings, start, monkeypatch):
-    def never(samples):
+    def never(samples, *rest, **more):
         raise torch.OutOfMemoryError("planted")
 
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)

@@ -51,7 +51,7 @@ class AttentionLayout:
         return self.parts[0]
 
     @property
-    def slots_T(self) -> torch.Tensor:
+    def slots_T(self) -> torch.Tensor:  # noqa: N802
         """For each packed token but padding its slot among all buckets' slots laid end to end, int64 [T]."""
         return self.parts[1]
 

@@ -59,13 +59,16 @@ class Examination:
         return Diagnosis(self.check.step, fault, evidence=tuple(self.evidence), details=details, **(fields | more))  # type: ignore[arg-type]
 
 
-def diagnose(scene: Scene, check: StepCheck, checksums: WeightChecksums | None = None) -> Diagnosis:
+def diagnose(
+    scene: Scene, check: StepCheck, checksums: WeightChecksums | None = None, *, updates: int = 1
+) -> Diagnosis:
     """Find out why a step is not finite.
 
     Args:
         scene: the step as it stood; its weights are those it was computed with.
         check: what was seen of it.
         checksums: of the frozen weights as they were loaded, or None.
+        updates: made in the run so far; without any, bad trained weights were loaded so.
 
     Returns:
         The fault, its place, and the evidence. Weights, gradients and random numbers are as before.
@@ -74,7 +77,7 @@ def diagnose(scene: Scene, check: StepCheck, checksums: WeightChecksums | None =
         torch.OutOfMemoryError: an experiment does not fit.
     """
     case = Examination(scene, check, checksums, [check.describe()])
-    return _facts(case) or _again(case) or _experiments(case)
+    return _facts(case, updates) or _again(case) or _experiments(case)
 
 
 def bad_leaves(model: torch.nn.Module) -> list[tuple[str, bool]]:
@@ -97,7 +100,7 @@ def bad_leaves(model: torch.nn.Module) -> list[tuple[str, bool]]:
     return [(name, trained) for (name, _, trained), fine in zip(floating, finite, strict=True) if not fine]
 
 
-def _facts(case: Examination) -> Diagnosis | None:
+def _facts(case: Examination, updates: int) -> Diagnosis | None:
     """r0: ids, weights, checksums."""
     rows = base_of(case.scene.model).get_input_embeddings().weight.shape[0]
     for sample in case.scene.samples:
@@ -110,7 +113,7 @@ def _facts(case: Examination) -> Diagnosis | None:
             return case.diagnosis("DATA", place="embedding", samples=sample.row_ids, phase="forward")
     leaves = bad_leaves(case.scene.model)
     trained = [clean(name) for name, is_trained in leaves if is_trained]
-    if trained:
+    if trained and updates:
         case.evidence.append(f"r0: {len(trained)} trained weights are not finite, first {trained[0]}.")
         return case.diagnosis(
             "OPTIMIZER", place="optimizer", phase="optimizer", module=owner(trained[0]), details={"tensors": trained}
@@ -135,10 +138,6 @@ def _again(case: Examination) -> Diagnosis | None:
     if not first.finite:
         case.evidence.append("r1: the same step, run again, is not finite again.")
         return None
-    peak = max(first.peaks.values(), default=0.0)
-    if not math.isfinite(case.check.grad_norm) and peak > 1e18:
-        case.evidence.append(f"r1: every gradient is a number, but up to {peak:.1e}: their norm leaves float32.")
-        return case.diagnosis("SPIKE", phase="backward", samples=_all_rows(case.scene))
     if any(not case.scene.rerun().finite for _ in range(2)):
         case.evidence.append("r1: the same step is finite at some times and not at others.")
         with _filled_memory():
@@ -151,6 +150,11 @@ def _again(case: Examination) -> Diagnosis | None:
             "r1: finite when run again; not when new memory is filled with NaN: memory is read unwritten."
         )
         return case.diagnosis("KERNEL", filled.origin, details={"uninitialised": True})
+    # Only now: what stands in unwritten memory may be finite and as large. A NaN is in no norm of finite gradients.
+    peak = max(first.peaks.values(), default=0.0)
+    if math.isinf(case.check.grad_norm) and peak > 1e18:
+        case.evidence.append(f"r1: every gradient is a number, but up to {peak:.1e}: their norm leaves float32.")
+        return case.diagnosis("SPIKE", phase="backward", samples=_all_rows(case.scene))
     case.evidence.append("r1: the same step, run again three times, is finite: what happened was not in the numbers.")
     phase = "backward" if case.check.loss_finite else "forward"
     return case.diagnosis("TRANSIENT", phase=phase, module=bracket(case.check), samples=_bad_rows(case.check))
@@ -173,8 +177,11 @@ def _experiments(case: Examination) -> Diagnosis:
         case.evidence.append(_sentence(origin))
     if origin is not None and origin.mask_row:
         return case.diagnosis("DATA", origin)
-    if origin is not None and origin.kind == "leaf":
-        return case.diagnosis("DATA" if origin.module is None else "WEIGHTS", origin)
+    if origin is not None and origin.leaf is not None:
+        return case.diagnosis("WEIGHTS", origin)
+    scaled = _scale(case, origin)  # before r2: a marginal overflow may miss other kernels by luck
+    if scaled is not None:
+        return scaled
     with reference_kernels(scene.model, scene.forward):
         reference = scene.rerun()
     if reference.finite:
@@ -183,7 +190,7 @@ def _experiments(case: Examination) -> Diagnosis:
         )
         return case.diagnosis("KERNEL", origin)
     case.evidence.append("r2: with written-out reference kernels in the same dtype it is not finite either.")
-    return _scale(case, origin) or _range(case, origin, found) or _math_or_data(case, origin)
+    return _range(case, origin, found) or _math_or_data(case, origin)
 
 
 def _compiled_only(case: Examination, layers: dict[str, torch.nn.Module]) -> Diagnosis:
@@ -258,9 +265,9 @@ def _math_or_data(case: Examination, origin: Origin | None) -> Diagnosis:
         case.evidence.append(
             f"Run one by one, {len(bad)} of {len(case.scene.samples)} samples are not finite: {shown(rows)}."
         )
-    given = origin is not None and origin.given
+    given = origin is not None and (origin.given or origin.kind == "leaf")
     if given:
-        case.evidence.append("No arithmetic makes that NaN of such inputs: it was put there.")
+        case.evidence.append("No arithmetic on finite numbers makes this: it was put there.")
     found = case.diagnosis("DATA" if given else "MATH", origin)
     return replace(found, samples=rows or found.samples or _all_rows(case.scene))
 
@@ -341,7 +348,8 @@ def _sentence(origin: Origin) -> str:
     what = {"inf": "infinity", "nan": "NaN", "leaf": "bad leaf"}[origin.kind]
     where = origin.module or "the loss"
     if origin.kind == "leaf":
-        return f"The first bad value is in {origin.leaf}, which no operation made."
+        tensor = origin.leaf or f"a tensor that {where} was given ({origin.output}), no weight of the model"
+        return f"The first bad value is in {tensor}, which no operation made."
     inputs = "; ".join(origin.inputs) or "none"
     node = f" ({origin.node})" if origin.node else ""
     born = f"The first {what} is born in the {origin.phase} pass, in {origin.op}{node} of {where}"

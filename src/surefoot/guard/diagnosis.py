@@ -34,8 +34,8 @@ class Origin:
         leaf: name of the weight or buffer, for a leaf.
         rows: row ids whose tokens hold the bad values; all rows of the pass when it cannot be told.
         mask_row: True when it is a softmax over a row that a mask had emptied.
-        given: True for a NaN that no arithmetic has made: the operation only moves values, or cannot make one of such
-            inputs, or was handed one as a number in the code.
+        given: True for a NaN that no arithmetic on computed numbers has made: the operation only moves values, cannot
+            make one of such inputs, was handed one as a number in the code, or met an infinity that was written.
     """
 
     module: str | None

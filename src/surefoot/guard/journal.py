@@ -35,14 +35,18 @@ class Journal:
         """Go on after the first lines of the file: the others are of steps that will be done again.
 
         Args:
-            count: lines to keep; 0 removes the file.
+            count: lines to keep; 0 removes the file. A line that is not whole is left out.
+
+        Raises:
+            UserError: a folder stands in its place.
         """
         if not self.path.exists():
             return
-        lines = self.path.read_text(encoding="utf-8").splitlines(keepends=True)[:count]
-        self.events = [json.loads(line) for line in lines]
-        if count:
-            write_text(self.path, "".join(lines))
+        if self.path.is_dir():
+            raise UserError(f"{self.path} is a folder", hint="move it away: the guard writes its journal there")
+        self.events = read_journal(self.path)[:count] if count else []
+        if self.events:
+            write_text(self.path, "".join(json.dumps(event, ensure_ascii=False) + "\n" for event in self.events))
         else:
             self.path.unlink()
 

@@ -119,7 +119,7 @@ class Scene:
         self.model.zero_grad(set_to_none=True)
         losses, rows = [], []
         for group in split_into_passes(self.samples if samples is None else samples, self.tokens_per_pass):
-            batch = pack(group).to(self.device)
+            batch = pack(group, self.forward.round_to).to(self.device)
             if batch.targets_K.numel() == 0:
                 continue  # rows without a label in this pass: they add nothing to a token mean
             if self.before_pass:

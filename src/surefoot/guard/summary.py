@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from surefoot.guard.diagnosis import Diagnosis
 
 
 def summarize(events: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -49,7 +52,8 @@ def _action(event: Mapping[str, Any]) -> str:
     where = event.get("module")
     action = str(event["action"]).rstrip(".")
     place = f" [{where}]" if where and where not in action else ""
-    how = {True: ", checked against float32", False: ", and it did not hold"}.get(event.get("verified"), "")  # type: ignore[arg-type]
+    reference = {"RANGE": " against float32", "KERNEL": " against reference kernels"}.get(str(event.get("class")), "")
+    how = {True: f", checked{reference}", False: ", and it did not hold"}.get(event.get("verified"), "")  # type: ignore[arg-type]
     return f"Changed at step {event['step']}: {action}{place}{how}{_slower(event)}."
 
 
@@ -94,3 +98,15 @@ def _count(number: int, what: str) -> str:
 def _joined(parts: Iterable[str]) -> str:
     listed = list(parts)
     return ", ".join(listed[:-1]) + (" and " if len(listed) > 1 else "") + listed[-1] if listed else ""
+
+
+def hint_for(diagnosis: Diagnosis) -> str:
+    """Return what a person can do about a fault that stopped a run."""
+    hints = {
+        "WEIGHTS": "load a sound checkpoint: training on would spread it",
+        "DATA": "mend or remove these rows",
+        "MATH": "the expression itself has no finite value here; no number format cures it",
+        "TRANSIENT": "test the device: `surefoot doctor --deep`",
+        "OPTIMIZER": "lower learning_rate, or check adam_epsilon",
+    }
+    return hints.get(diagnosis.fault, "the last checkpoint is untouched")

@@ -31,6 +31,7 @@ from surefoot.guard.trace_values import (
     extremes,
     is_bad,
     measurable,
+    only_empty_rows,
     say,
 )
 
@@ -285,22 +286,24 @@ class _Call:
     def _begin(self, tensor: torch.Tensor, low: float, high: float, inputs: list[Range], masks: list[Range]) -> Fault:
         custom = custom_name(self.node)
         op = custom or self.op
-        mask_row = bool(masks) and self.facts.plain in SOFTMAXES and _only_empty_rows(self.args, tensor)
+        mask_row = bool(masks) and self.facts.plain in SOFTMAXES and only_empty_rows(self.args, tensor)
         fields = {
             "module": self.module, "op": op, "phase": self.phase, "kind": "nan" if math.isnan(low) else "inf",
             "node": self.node.name() if self.node is not None else None,
             "place": "attention mask" if mask_row else self._place(tensor.shape), "mask_row": mask_row,
             "inputs": self._texts(inputs), "output": self.watch.describe(tensor, low, high),
-            "given": math.isnan(low) and custom is None and self._given(inputs),
+            "given": math.isnan(low) and custom is None and self._given(inputs, masks, tensor.shape),
         }  # fmt: skip
         return self.watch.begin((self.module, op, self.phase), tensor, fields)
 
-    def _given(self, inputs: list[Range]) -> bool:
-        """Tell whether a NaN was handed in: from inputs that hold none, this operation cannot have made it."""
+    def _given(self, inputs: list[Range], masks: list[Range], shape: Sequence[int]) -> bool:
+        """Tell whether a NaN was handed in, or comes of infinities that were, where no mask has any business."""
         numbers = scalars_in(self.args, self.kwargs)
         literals = [low for tensor, low, _ in inputs if self._is_literal(tensor)]
         if self.facts.moves or any(math.isnan(number) for number in (*numbers, *literals)):
             return True
+        if masks:
+            return self.module is not None and self._place(shape) not in ("attention scores", "router")
         finite = all(map(math.isfinite, numbers)) and not any(is_bad(*item[1:]) for item in inputs)
         return finite and self.facts.without_nan
 
@@ -393,10 +396,3 @@ class _Call:
     def _keep_peak(self, tensor: torch.Tensor, value: float) -> None:
         key = (self.module, custom_name(self.node) or self.op, self._place(tensor.shape), self.phase)
         self.watch.over[key] = max(self.watch.over.get(key, 0.0), value)
-
-
-def _only_empty_rows(args: Sequence[Any], result: torch.Tensor) -> bool:
-    """Tell whether every NaN of a softmax stands in a row that held nothing but -inf."""
-    scores, dim = args[0], args[1]
-    empty = (scores.detach() == -math.inf).all(dim=dim, keepdim=True)
-    return bool((~result.detach().isnan() | empty).all())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -214,3 +215,18 @@ def _tokens(tensor: torch.Tensor, batch: PackedBatch, chunk: int | None) -> tupl
     if chunk is not None and len(shape) == 2:
         return [0], trained[chunk : chunk + shape[0]]
     return ([0], trained) if shape and shape[0] == len(trained) else None
+
+
+def only_empty_rows(args: Sequence[Any], result: torch.Tensor) -> bool:
+    """Tell whether every NaN of a softmax stands in a row that held nothing but -inf.
+
+    Args:
+        args: of the call: scores and dimension.
+        result: what it gave.
+
+    Returns:
+        True when nothing else was wrong.
+    """
+    scores, dim = args[0], args[1]
+    empty = (scores.detach() == -math.inf).all(dim=dim, keepdim=True)
+    return bool((~result.detach().isnan() | empty).all())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -13,7 +14,9 @@ from surefoot.guard.diagnosis import Diagnosis
 from surefoot.guard.plan import Change, applied
 from surefoot.guard.scene import Rerun, Scene
 from surefoot.guard.verify import NEAR_COSINE, reference_of, verify
+from surefoot.model.compiled import compiled_layers
 from surefoot.model.forward import base_of
+from surefoot.model.variants import without_compile
 
 Kind = Literal["retry", "scale", "changes", "skip", "reload", "rewind", "stop"]
 
@@ -159,7 +162,8 @@ def _first_accepted(
     *,
     same_dtype: bool,
 ) -> Treatment:
-    reference: Rerun = reference_of(scene, same_dtype=same_dtype)
+    with without_compile(scene.model):
+        reference: Rerun = reference_of(scene, same_dtype=same_dtype)
     tried: list[str] = []
     nearest: tuple[float, tuple[Change, ...]] = (NEAR_COSINE, ())
     for rung in rungs:
@@ -170,16 +174,30 @@ def _first_accepted(
             tried.append(f"Nothing short of float32 everywhere comes nearer than cosine {nearest[0]:.5f}.")
             return _change(nearest[1], tried)
         try:
-            verdict = verify(scene, changes, reference, healthy)
+            with contextlib.nullcontext() if same_dtype else without_compile(scene.model):
+                verdict = verify(scene, changes, reference, healthy)
         except (ValueError, torch.OutOfMemoryError) as error:  # a model without these parts; a copy that does not fit
             tried.append(f"{' and '.join(map(str, changes))}: cannot be done here ({error}).")
             continue
         tried.append(verdict.sentence)
         if verdict.accepted:
-            return _change(changes, tried)
+            return _change((*changes, *_compile_off(scene, changes)), tried)
         if verdict.cosine is not None and verdict.cosine > nearest[0]:
             nearest = (verdict.cosine, changes)
     return Treatment("stop", "stopped: no change gives the step that the reference gives", evidence=tuple(tried))
+
+
+def _compile_off(scene: Scene, changes: tuple[Change, ...]) -> tuple[Change, ...]:
+    """Let compiled layers run eagerly whose inside has changed: that is how the change was verified."""
+    compiled = set(compiled_layers(scene.model))
+    if any(change.module == "" and change.kind != "logits_float32" for change in changes):
+        return tuple(Change("compile_off", name) for name in sorted(compiled))
+    layers = {_layer_of(scene, change.module) for change in changes if change.kind != "compile_off"}
+    if any(change.kind == "region" for change in changes):
+        lowest = min(layer for layer in layers if layer is not None)
+        layers = {_layer_of(scene, name) for name in compiled if (_layer_of(scene, name) or 0) >= lowest}
+    names = [_layer_name(scene, layer) for layer in sorted(layer for layer in layers if layer is not None)]
+    return tuple(Change("compile_off", name) for name in names if name in compiled)
 
 
 def _change(changes: tuple[Change, ...], tried: list[str]) -> Treatment:

@@ -165,7 +165,7 @@ def _choose(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, longest: int, how
 
 def _forward(name: str, q: Any, k: Any, v: Any, how: _How) -> tuple[torch.Tensor, torch.Tensor]:
     if name == "written out":
-        out_NHLD = torch.matmul(_weights(q, k, how)[0], repeat_heads(v, q))
+        out_NHLD = torch.matmul(_weights(q, k, how)[0].to(q.dtype), repeat_heads(v, q))
         return out_NHLD, torch.zeros(out_NHLD.shape[:3], dtype=_lse_dtype(q), device=q.device)
     if name == "flash" and not how.windowed(q.shape[2]):
         return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True, False, scale=how.scale)[:2]
@@ -221,7 +221,7 @@ def _backward(name: str, d: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, how
 
 
 def _weights(q: Any, k: Any, how: _How) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return attention weights in q's dtype, and where scores are capped the slope of the cap."""
+    """Return attention weights in float32, and where scores are capped the slope of the cap."""
     scores = torch.matmul(q, repeat_heads(k, q).transpose(2, 3)) * how.scale
     slope = None
     if how.softcap:
@@ -229,15 +229,14 @@ def _weights(q: Any, k: Any, how: _How) -> tuple[torch.Tensor, torch.Tensor | No
         scores, slope = how.softcap * capped, 1.0 - capped * capped
     allowed_LL = window_mask(q.shape[2], how.window or None, q.device)
     scores = scores.masked_fill(~allowed_LL, torch.finfo(scores.dtype).min)
-    return F.softmax(scores, dim=-1, dtype=torch.float32).to(q.dtype), slope
+    return F.softmax(scores, dim=-1, dtype=torch.float32), slope
 
 
 def _written_out_backward(d: Any, q: Any, k: Any, v: Any, how: _How) -> tuple[Any, Any, Any]:
     weights, slope = _weights(q, k, how)
-    d_v = torch.matmul(weights.transpose(2, 3), d)
+    d_v = torch.matmul(weights.to(q.dtype).transpose(2, 3), d)
     d_weights = torch.matmul(d, repeat_heads(v, q).transpose(2, 3)).float()
-    product = d_weights * weights.float()
-    d_scores = (product - weights.float() * product.sum(-1, keepdim=True)).to(q.dtype)
+    d_scores = torch.ops.aten._softmax_backward_data(d_weights, weights, -1, torch.float32).to(q.dtype)
     if slope is not None:
         d_scores = d_scores * slope
     d_scores = d_scores * how.scale

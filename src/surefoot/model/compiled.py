@@ -7,9 +7,10 @@ A layer that cannot be compiled whole runs eagerly from then on, and that is sai
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
 
@@ -73,9 +74,7 @@ def is_compiled(layer: torch.nn.Module) -> bool:
     return layer._compiled_call_impl is not None
 
 
-def start_compiling(
-    layer: torch.nn.Module, *, warm_up: _WarmUp | None = None, name: str = "", **options: Any
-) -> None:
+def start_compiling(layer: torch.nn.Module, *, warm_up: _WarmUp | None = None, name: str = "", **options: Any) -> None:
     """Compile one layer. Token counts differ from pass to pass, so sizes are taken as dynamic.
 
     Args:
@@ -104,7 +103,8 @@ class _CompiledLayer:
         self.warm_up = warm_up
         self.called = False
         warm_up.awaited += 1
-        self.call = torch.compile(layer._call_impl, **({"dynamic": True, "fullgraph": True} | options))
+        chosen: dict[str, Any] = {"dynamic": True, "fullgraph": True} | options
+        self.call: Callable[..., Any] = torch.compile(layer._call_impl, **chosen)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch._C._len_torch_dispatch_stack():
@@ -113,11 +113,7 @@ class _CompiledLayer:
         inputs = kwargs if layout is None else kwargs | {"packed_layout": (layout.index_S, layout.shapes_2B)}
         began = time.perf_counter()
         try:
-            with (
-                torch._dynamo.config.patch(recompile_limit=MAX_VARIANTS, accumulated_recompile_limit=16 * MAX_VARIANTS),
-                # The backward graph too: what it fails at must show here, where the layer can still run eagerly.
-                torch._functorch.config.patch(force_non_lazy_backward_lowering=True),
-            ):
+            with _compiler_settings():
                 output = self.call(*args, **inputs)
         except _failures() as error:
             stop_compiling(self.layer)
@@ -154,6 +150,19 @@ class _WarmUp:
         self.uncompiled.append(name)
         reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
         self.tell(f"{name} runs uncompiled: {reason[:300]}" if first else f"{name} runs uncompiled too.")
+
+
+@contextlib.contextmanager
+def _compiler_settings() -> Generator[None]:
+    """Set what a compile during a call shall go by; a call that compiles nothing is not touched by it."""
+    import torch._dynamo.config as dynamo
+    import torch._functorch.config as functorch
+
+    limits = {"recompile_limit": MAX_VARIANTS, "accumulated_recompile_limit": 16 * MAX_VARIANTS}
+    # The backward graph at once too: what it fails at must show here, where the layer can still run eagerly.
+    early = "force_non_lazy_backward_lowering"
+    with dynamo.patch(limits), functorch.patch({early: True} if hasattr(functorch, early) else {}):
+        yield
 
 
 def _failures() -> tuple[type[BaseException], ...]:

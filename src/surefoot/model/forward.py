@@ -26,6 +26,7 @@ class LossForward:
             own attention.
         upcast: make the logits in float32.
         label_smoothing: share of the target spread over the vocabulary; training only.
+        round_to: passes are filled up to a multiple of this many tokens, where layers are compiled.
     """
 
     model: Any
@@ -35,6 +36,7 @@ class LossForward:
     packs: bool = True
     upcast: bool = False
     label_smoothing: float = 0.0
+    round_to: int = 1
 
     def __call__(self, batch: PackedBatch) -> LossSums:
         """Run the model forward on a packed batch.

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from surefoot.data.batch import count_trained
 from surefoot.guard.plan import Plan
 from surefoot.guard.preflight import Finding, preflight
+from surefoot.guard.preflight_compiled import check_compiled
 from surefoot.guard.scene import Scene
 from surefoot.model.randomness import get_random_state, set_random_state
 from surefoot.train.gate import Gate
@@ -34,6 +35,8 @@ def look_before_training(run: Run) -> None:
             runner = run.runner
             scene = Scene(run.model, runner.forward, runner.device, 1, samples, runner.tokens_per_pass,
                           runner.scale.value, random_state, runner.before_pass)  # fmt: skip
+            if compiled := check_compiled(scene):
+                _act(run, compiled)
             for finding in preflight(scene, tell=run.tell, learning_rate=run.cfg.learning_rate):
                 _act(run, finding)
             _take_up_new_parameters(run)

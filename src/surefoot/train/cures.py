@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+import torch
+
 from surefoot.data.batch import count_trained
 from surefoot.guard.check import StepCheck, shown
 from surefoot.guard.checksum import WeightChecksums
@@ -41,14 +43,37 @@ def diagnose_attempt(run: Run, scene: Scene, check: StepCheck, checksums: Weight
         The diagnosis.
     """
     if not check.finite:
-        return diagnose(scene, check, checksums)
-    bad = [clean(name) for name, p in run.runner.trained.items() if not bool(p.isfinite().all())]
+        found = diagnose(scene, check, checksums, updates=run.state.step - run.guard.memory.steps_lost)
+        return _blame_update(run, scene, found) if found.fault in ("MATH", "DATA") else found
+    bad = [
+        clean(name)
+        for name, p in run.runner.trained.items()
+        if not bool(p.detach().norm(dtype=torch.float32).isfinite())
+    ]
     named = f", first {bad[0]}" if bad else ""
     evidence = (
         f"Loss and gradients are finite (norm {check.grad_norm:.4g}), the weights after the update are not{named}."
     )
     module = bad[0].rpartition(".")[0] if bad else None
     return Diagnosis(check.step, "OPTIMIZER", "optimizer", module, None, "optimizer", (), (evidence,), {"tensors": bad})
+
+
+def _blame_update(run: Run, scene: Scene, found: Diagnosis) -> Diagnosis:
+    """Blame the last update where no row is to blame: all are bad, and those of the steps beside as well."""
+    rows = {row for sample in scene.samples for row in sample.row_ids}
+    if run.state.step == run.guard.memory.steps_lost or set(found.samples) != rows:
+        return found
+    beside = healthy_scenes(run, scene)
+    if not beside or any(other.rerun().finite for other in beside):
+        return found
+    steps = shown([str(other.step) for other in beside])
+    evidence = (
+        f"All rows of this step are not finite, and neither are steps {steps} at these weights: the last update made "
+        "weights that no row can pass."
+    )
+    return replace(
+        found, fault="OPTIMIZER", place="optimizer", phase="optimizer", samples=(), evidence=(*found.evidence, evidence)
+    )
 
 
 def healthy_scenes(run: Run, scene: Scene) -> list[Scene]:
@@ -107,7 +132,8 @@ def apply_treatment(
             _undo_update(keeper, run, diagnosis, began)
             return
     set_random_state(scene.random_state, run.runner.device)
-    keeper.acted(run, diagnosis, treatment.action, treatment.verified, began)
+    lost = int(treatment.kind == "skip" and not run.samples_of(scene.step - 1))
+    keeper.acted(run, diagnosis, treatment.action, treatment.verified, began, steps_lost=lost)
 
 
 def reload_weights(keeper: Keeper, run: Run, diagnosis: Diagnosis, began: float) -> None:
@@ -139,7 +165,8 @@ def _undo_update(keeper: Keeper, run: Run, diagnosis: Diagnosis, began: float) -
         keeper.stop(run, diagnosis, "stopped: the same update failed again")
     narrow = narrow_weights(run)
     before = run.state.step
-    at = keeper.go_back(run, min(before, diagnosis.step - 1))
+    # Before the update that made the weights: this step's own, or the one before where its gradients are bad already.
+    at = keeper.go_back(run, max(0, min(before, diagnosis.step - (1 if diagnosis.op is None else 2))))
     held = ""
     if narrow:
         widen(run)
@@ -149,4 +176,4 @@ def _undo_update(keeper: Keeper, run: Run, diagnosis: Diagnosis, began: float) -
 
 def _is_early(keeper: Keeper, run: Run, step: int) -> bool:
     early = step <= max(EARLY_STEPS, EARLY_SHARE * run.schedule.total_steps)
-    return early and step > 1 and keeper.points is not None and keeper.points.reach_start
+    return early and step > 1 and keeper.points is not None

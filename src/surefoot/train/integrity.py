@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 TOLERANCE = 1e-3  # of a norm: far above float32's error in it, and a lost moment falls far below
 SMALLEST = 1e-16  # norms of moments below it are not judged: their squares leave float32's range
 LOST = 0.5  # a second moment that fell below this share of itself between two updates is lost, not flipped
+# On a GPU every so many updates: listing and launching some thousand norms takes the host longer than a small step
+# has to spare. A CPU looks at every update.
+EVERY_ON_GPU = 16
 TOLD_RATES = 3  # changed learning rates that are told; after them each is put back without another word
 
 
@@ -149,7 +152,10 @@ class Integrity:
             run.optimizer.register_step_pre_hook(lambda *_: self._look_at_rates(run.guard.learning_rate_factor(run)))
             self.forget()
         self._look_at_rates(1.0)
-        now, known = self._take_norms(), self._known
+        known, self._compared = self._known, None
+        if known is None and not self._due(check.step):
+            return
+        now = self._take_norms()
         if known is not None and known.comparable(now):
             check.state_changed = now.differ_from(known).float()
         elif known is not None and set(known.of.keys) - set(now.of.keys):
@@ -163,11 +169,13 @@ class Integrity:
         Args:
             check: of the step that was applied behind its gate.
         """
-        assert self._compared is not None
-        before, after = self._compared[1], self._take_norms()
-        if before.comparable(after):
-            check.moments_lost = self._lost_by_update(before, after, check)
-        self._known = after
+        due_next = self._due(check.step + 1)
+        if self._compared is None and not due_next:
+            return
+        after = self._take_norms()
+        if self._compared is not None and self._compared[1].comparable(after):
+            check.moments_lost = self._lost_by_update(self._compared[1], after, check)
+        self._known = after if due_next else None
 
     def mend(self, check: StepCheck) -> bool:
         """Act on a step's verdict.
@@ -217,6 +225,9 @@ class Integrity:
         at = keeper.go_back(run, max(0, before - 1) if check.state_changed else before)
         action = f"went back to step {at} to do the same steps again"
         keeper.acted(run, diagnosis, action, None, began, steps_redone=before - at)
+
+    def _due(self, step: int) -> bool:
+        return self._run.runner.device == "cpu" or step % EVERY_ON_GPU == 0
 
     def _take_norms(self) -> StateNorms:
         run = self._run

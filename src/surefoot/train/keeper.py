@@ -10,7 +10,6 @@ import shutil
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from surefoot.data.messages import Sample
@@ -23,20 +22,21 @@ from surefoot.guard.memory import Memory
 from surefoot.guard.plan import Change, Plan, apply_change, hold_change, write_plan
 from surefoot.guard.scene import Scene
 from surefoot.guard.seen import Seen
-from surefoot.guard.summary import summarize
+from surefoot.guard.summary import hint_for, summarize
 from surefoot.guard.treat import treat
+from surefoot.model.randomness import get_random_state
 from surefoot.train.cures import apply_treatment, diagnose_attempt, healthy_scenes, reload_weights
 from surefoot.train.integrity import Integrity
 from surefoot.train.masters import Masters
-from surefoot.train.rewind import RestorePoints
+from surefoot.train.rewind import RestorePoint, RestorePoints, take
 from surefoot.train.spike import SpikeKeeper
+from surefoot.train.step_times import StepTimes
 
 if TYPE_CHECKING:
     from surefoot.config import Config
     from surefoot.train.loop import Run
     from surefoot.train.step import Attempt
 
-FEW_STEPS = 3  # healthy steps below which a step time says nothing
 CHECKSUM_EVERY = 200  # steps on a GPU, where reading the sums waits for it
 CHECKSUM_SHARE = 0.01  # of a step's time, elsewhere: small models are checked after every step
 
@@ -83,9 +83,8 @@ class Keeper:
         self._spikes = SpikeKeeper(self)
         self._open: tuple[Diagnosis, float] | None = None
         self._incident: Path | None = None
-        self._seconds: list[float] = []  # of the last healthy steps since the plan changed
-        self._seconds_before: float | None = None
-        self._step_began: float | None = None
+        self._birth: RestorePoint | None = None
+        self._times = StepTimes()
 
     def repair_scale(self, run: Run) -> None:
         """Put back a loss scale that multiplies every gradient to nothing, before anything is judged by gradients.
@@ -104,6 +103,15 @@ class Keeper:
             self.journal.write("diagnosis", diagnosis)
             self.acted(run, diagnosis, f"loss scale put back to {scale.value:g}", True, time.perf_counter())
 
+    def remember_birth(self, run: Run, random_state: dict[str, Any]) -> None:
+        """Before a checkpoint is restored: remember how the run began, to be able to start again from step 0.
+
+        Args:
+            run: as `assemble` has built it.
+            random_state: of all generators now.
+        """
+        self._birth = take(run, random_state, with_weights=False)
+
     def start(self, run: Run, random_state: dict[str, Any]) -> None:
         """Get ready before the first step.
 
@@ -120,7 +128,7 @@ class Keeper:
         self._masters = Masters(run, self)
         self.integrity = Integrity(run, self)
         if self.mode == "heal":
-            self.points = RestorePoints(run, random_state)
+            self.points = RestorePoints(run, random_state, self._birth)
 
     def use_plan(self, run: Run, plan: Plan) -> None:
         """Apply a precision plan and keep it for the whole run.
@@ -137,8 +145,7 @@ class Keeper:
         if self.checksums:
             self.checksums.renew(run.model)  # islands hold their weights in another dtype
         write_plan(self._folder / "precision_plan.json", self.memory.plan())
-        self._seconds_before = median(self._seconds) if len(self._seconds) >= FEW_STEPS else None
-        self._seconds = []
+        self._times.changed()
 
     def without_skipped(self, step: int, samples: list[Sample]) -> list[Sample]:
         """Leave out the rows that the guard has set aside.
@@ -171,7 +178,7 @@ class Keeper:
             self._step_began = None
             return False
         if check.finite and check.weights_finite:
-            self._clock_step()
+            self._times.healthy_step()
             if self._open is not None:
                 self._resumed(run, check)
             return True
@@ -179,7 +186,8 @@ class Keeper:
         run.model.zero_grad(set_to_none=True)
         if self.integrity:
             self.integrity.forget()
-        began, self._step_began = time.perf_counter(), None
+        began = time.perf_counter()
+        self._times.interrupted()
         no_more = self.memory.add_alarm(check.step)
         if self.mode == "off":
             self.journal.write("stopped", None, step=check.step, action="stopped before the update", loss=check.loss,
@@ -226,7 +234,7 @@ class Keeper:
         if self._masters:
             self._masters.look(run, check.step)
         if self.points and self.points.due(check.step):
-            self.points.add(run, random_state or _random_state(run))
+            self.points.add(run, random_state or get_random_state(run.runner.device))
         return False
 
     def memory_damaged(self, run: Run, step: int) -> bool:
@@ -350,7 +358,7 @@ class Keeper:
         again = f"; `surefoot replay {self._incident}` repeats it" if self._incident else ""
         raise NonFiniteStepError(
             f"step {diagnosis.step}: {diagnosis.fault}{where}{op}. {' '.join(diagnosis.evidence)} {action}.",
-            hint=f"{_hint(diagnosis)}{again}",
+            hint=f"{hint_for(diagnosis)}{again}",
         )
 
     def stop_if(self, run: Run, diagnosis: Diagnosis, why: str) -> None:
@@ -370,7 +378,14 @@ class Keeper:
         self.use_plan(run, Plan((), (), {step: rows}))
 
     def acted(
-        self, run: Run, diagnosis: Diagnosis, action: str, verified: bool | None, began: float, steps_redone: int = 0
+        self,
+        run: Run,
+        diagnosis: Diagnosis,
+        action: str,
+        verified: bool | None,
+        began: float,
+        steps_redone: int = 0,
+        steps_lost: int = 0,
     ) -> None:
         """Tell and journal what was done.
 
@@ -381,10 +396,11 @@ class Keeper:
             verified: whether it was checked; None when it could not be.
             began: `time.perf_counter()` at the alarm.
             steps_redone: steps that were undone and are done again.
+            steps_lost: steps that will not be applied.
         """
         seconds = time.perf_counter() - began
         self.journal.write("action", diagnosis, action=action, verified=verified, seconds=seconds,
-                           steps_redone=steps_redone)  # fmt: skip
+                           steps_redone=steps_redone, steps_lost=steps_lost)  # fmt: skip
         self._open = (diagnosis, began)
         where = f" in {diagnosis.module}" if diagnosis.module else ""
         op = f" ({diagnosis.op})" if diagnosis.op else ""
@@ -394,15 +410,9 @@ class Keeper:
         """Tell at the end of a run what was changed and what it cost."""
         events = [dict(event) for event in self.journal.events]
         acted = [event for event in events if event["event"] == "action"]
-        if acted and self.memory.changes and len(self._seconds) >= FEW_STEPS:
-            acted[-1] |= {"step_seconds_before": self._seconds_before, "step_seconds_after": median(self._seconds)}
+        if acted and self.memory.changes:
+            acted[-1] |= self._times.before_and_after()
         return summarize(events)
-
-    def _clock_step(self) -> None:
-        now = time.perf_counter()
-        if self._step_began is not None:
-            self._seconds = [*self._seconds[-50:], now - self._step_began]
-        self._step_began = now
 
     def _keep_incident(self, scene: Scene, diagnosis: Diagnosis, check: StepCheck) -> None:
         plan = self.memory.plan().to_json()
@@ -426,10 +436,6 @@ class Keeper:
         every = self._checksum_seconds / max(CHECKSUM_SHARE * step_seconds, 1e-9)
         return step - self.sound_at >= min(CHECKSUM_EVERY, every)
 
-    def _stop_if(self, run: Run, diagnosis: Diagnosis, why: str) -> None:
-        if why:
-            self.stop(run, diagnosis, why)
-
     def _resumed(self, run: Run, check: StepCheck) -> None:
         assert self._open is not None
         diagnosis, began = self._open
@@ -442,20 +448,3 @@ class Keeper:
 
 def _keeps_weights(run: Run, step: int) -> bool:
     return run.schedule.saves_at(step) or step == run.schedule.total_steps
-
-
-def _random_state(run: Run) -> dict[str, Any]:
-    from surefoot.model.randomness import get_random_state
-
-    return get_random_state(run.runner.device)
-
-
-def _hint(diagnosis: Diagnosis) -> str:
-    hints = {
-        "WEIGHTS": "load a sound checkpoint: training on would spread it",
-        "DATA": "mend or remove these rows",
-        "MATH": "the expression itself has no finite value here; no number format cures it",
-        "TRANSIENT": "test the device: `surefoot doctor --deep`",
-        "OPTIMIZER": "lower learning_rate, or check adam_epsilon",
-    }
-    return hints.get(diagnosis.fault, "the last checkpoint is untouched")

@@ -13,6 +13,7 @@ import torch
 from surefoot.data.batch import count_trained, digest
 from surefoot.data.messages import Sample
 from surefoot.data.order import StepOrder
+from surefoot.guard.check import NonFiniteStepError
 from surefoot.model.randomness import get_random_state
 from surefoot.train.checkpoint import rotate, save_checkpoint
 from surefoot.train.clock import Clock
@@ -131,7 +132,12 @@ def train(run: Run) -> TrainResult:
         attempt = next_attempt(run, pending) if pending is None or run.looks_ahead else None
         if pending is not None:
             check = pending.check.read()
-            if not run.guard.settle(run, pending, check):
+            try:
+                passed = run.guard.settle(run, pending, check)
+            except NonFiniteStepError:
+                clock.tell(run, check, run.scheduler.get_last_lr()[0])  # the log shows the step that ended the run
+                raise
+            if not passed:
                 pending = None
                 losses = {step: loss for step, loss in losses.items() if step <= run.state.step}
                 continue  # what was computed ahead stood on a step that was not

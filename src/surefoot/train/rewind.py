@@ -55,25 +55,23 @@ class RestorePoints:
     """The restore points of one run.
 
     Attributes:
-        points: oldest first; the first is where this process began.
+        points: oldest first; the first is the run's very start, whose weights are loaded anew where they are not held.
     """
 
     points: list[RestorePoint]
 
-    def __init__(self, run: Run, random_state: dict[str, Any]) -> None:
-        """Take the first point.
+    def __init__(self, run: Run, random_state: dict[str, Any], birth: RestorePoint | None) -> None:
+        """Take the first points.
 
         Args:
             run: before its first step in this process.
             random_state: of all generators now.
+            birth: the run before its checkpoint was restored; None when it goes on from none.
         """
         self._in_memory = hasattr(run.model, "peft_config")
-        self.points = [take(run, random_state, with_weights=self._in_memory)]
-
-    @property
-    def reach_start(self) -> bool:
-        """True when this process began at step 0."""
-        return self.points[0].state.step == 0
+        self.points = [] if birth is None else [birth]
+        if birth is None or self._in_memory:  # a full fine-tune that was resumed has its checkpoint
+            self.points.append(take(run, random_state, with_weights=self._in_memory))
 
     def due(self, step: int) -> bool:
         """Say whether a point should be taken after a step."""

@@ -11,15 +11,16 @@ import torch
 
 from surefoot.data.messages import Sample
 from surefoot.data.order import StepOrder, StreamOrder, TableOrder
-from surefoot.errors import UserError
+from surefoot.errors import UserError, WorkError
 from surefoot.files import only_writer, whole_files
 from surefoot.guard.plan import read_plan
-from surefoot.model.compiled import compile_layers
+from surefoot.model.compiled import ROUND_TO, compile_layers
 from surefoot.model.emulate import emulation
 from surefoot.model.forward import LossForward, base_of
 from surefoot.model.load import LoadedModel
 from surefoot.model.memory import MemoryPlan, adapter_inputs, free_memory, make_plan, shapes_of
 from surefoot.model.probes import build_forward, check_packing
+from surefoot.model.randomness import get_random_state
 from surefoot.train.before import look_before_training
 from surefoot.train.checkpoint import remove_weights, save_model, sweep, verify_weights
 from surefoot.train.events import Listener, RunFacts, TrainResult
@@ -88,6 +89,10 @@ def run_training(
         with emulation(cfg.emulate):
             look_before_training(run)
             result = train(run)
+            if run.state.step and run.state.step == run.guard.memory.steps_lost:
+                raise WorkError(
+                    "every step was left out: nothing was trained", hint="look at the rows that were skipped"
+                )
             finish(run, result)
         for sentence in run.guard.closing():
             run.tell(sentence)
@@ -139,7 +144,8 @@ def assemble(
     )
     order = pack_or_not(forward, loaded, order, tell)
     if cfg.compile:
-        tell(f"Compiling {len(compile_layers(loaded.model))} decoder layers: the first steps are slow.")
+        tell(f"Compiling {len(compile_layers(loaded.model, tell=tell))} decoder layers: the first steps are slow.")
+        forward.round_to = ROUND_TO if forward.packs else 1
     runner = make_runner(cfg, loaded, forward, data, device, tell)
     schedule = make_schedule(cfg, order, evaluates=bool(data.evals))
     optimizer = build_optimizer(loaded.model, cfg)
@@ -168,10 +174,14 @@ def assemble(
         keeper.clear()
     if plan:
         keeper.use_plan(run, plan)
+        words = [str(change) for change in plan.changes]
+        left_out = len(plan.skipped_rows) + sum(map(len, plan.skipped_at.values()))
+        tell(f"Precision plan: {'; '.join(words) or 'no change'}; {left_out} rows are left out.")
     if checkpoint:
         differing = refuse_other_run(checkpoint, run.fingerprint, anyway=cfg.resume_anyway)
         if differing:
             tell(f"Going on from {checkpoint.folder.name} though it differs in {', '.join(differing)}.")
+        keeper.remember_birth(run, get_random_state(device))
         restore(run, checkpoint)
     elif removed := remove_weights(run.output_dir):
         tell(f"Removed what the overwritten run had left: {', '.join(removed)}.")
