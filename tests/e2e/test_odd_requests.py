@@ -73,7 +73,7 @@ def test_a_disk_that_fills_up_late_leaves_what_was_whole(job, monkeypatch, place
     save = module.save_model
     done_before = [0]
 
-    def no_space(folder, model, tokenizer):
+    def no_space(folder, model, tokenizer, **_):
         save(folder, model, tokenizer)
         done_before[0] += 1
         if place == "the last save" or done_before[0] == 3:

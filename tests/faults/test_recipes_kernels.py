@@ -45,16 +45,6 @@ def test_r25_a_gradient_from_memory_that_nobody_wrote(job, monkeypatch):
     assert {c["kind"] for c in outcome.changes} == {"attention_eager"}, outcome.changes
 
 
-def test_r25_before_step_1_a_gradient_that_does_not_add_up_names_the_kernel(job, monkeypatch):
-    monkeypatch.setattr(Unwritten, "armed", False)
-    run = job(rows=LONG, **FUSED, fp16=None, compute_dtype="float32")
-    break_fused_attention(monkeypatch, [run.module("model.layers.2.self_attn")], Unwritten)
-    outcome = run.train()
-    (found,) = outcome.of("preflight")
-    assert (found["class"], found["place"], found["verified"]) == ("KERNEL", "attention", True), outcome.story()
-    assert outcome.error is None and {c["kind"] for c in outcome.changes} == {"attention_eager"}
-
-
 def test_a_fault_that_exists_only_compiled(job, monkeypatch):
     """Compile is switched off for that layer alone; the others stay compiled."""
     normal = job(rows=pattern_rows(8), fp16=None, compute_dtype="float32").train()

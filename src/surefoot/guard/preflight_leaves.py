@@ -219,7 +219,7 @@ def _describe(name: str, tensor: torch.Tensor) -> str:
     assert first is not None
     place = [int(i) for i in np.unravel_index(first, tuple(tensor.shape))] if tensor.ndim else []
     value = flat[first].item()
-    return f"{name} holds {count} of {flat.numel()} values that are no numbers, the first ({value}) at {place}."
+    return f"{name} holds {count} of {flat.numel()} values that are not finite, the first ({value}) at {place}."
 
 
 def _where_from(scene: Scene, name: str) -> str:
@@ -231,7 +231,7 @@ def _where_from(scene: Scene, name: str) -> str:
         return ""
     file, stored = found
     finite = bool((stored if stored.element_size() > 1 else stored.to(torch.float16)).isfinite().all())
-    verdict = "is finite there: it was damaged after it was read" if finite else "is no better there"
+    verdict = "is finite there: it was damaged after it was read" if finite else "holds them there too"
     return f"It comes from {file.name} and {verdict}."
 
 
