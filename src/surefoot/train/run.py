@@ -173,7 +173,13 @@ def assemble(
     if checkpoint is None:
         keeper.clear()
     if plan:
-        keeper.use_plan(run, plan)
+        try:
+            keeper.use_plan(run, plan)
+        except UserError:
+            raise
+        except ValueError as error:  # a change that this model cannot take
+            message = f"{cfg.precision_plan} does not fit this model: {error}"
+            raise UserError(message, hint="use the plan of a run with the same model", key="precision_plan") from error
         words = [str(change) for change in plan.changes]
         left_out = len(plan.skipped_rows) + sum(map(len, plan.skipped_at.values()))
         tell(f"Precision plan: {'; '.join(words) or 'no change'}; {left_out} rows are left out.")
