@@ -13,7 +13,7 @@ from surefoot.data.messages import Sample
 from surefoot.data.order import StepOrder, StreamOrder, TableOrder
 from surefoot.errors import UserError, WorkError
 from surefoot.files import only_writer, whole_files
-from surefoot.guard.plan import read_plan
+from surefoot.guard.plan import Plan, read_plan
 from surefoot.model.compiled import ROUND_TO, compile_layers
 from surefoot.model.emulate import emulation
 from surefoot.model.forward import LossForward, base_of
@@ -173,16 +173,7 @@ def assemble(
     if checkpoint is None:
         keeper.clear()
     if plan:
-        try:
-            keeper.use_plan(run, plan)
-        except UserError:
-            raise
-        except ValueError as error:  # a change that this model cannot take
-            message = f"{cfg.precision_plan} does not fit this model: {error}"
-            raise UserError(message, hint="use the plan of a run with the same model", key="precision_plan") from error
-        words = [str(change) for change in plan.changes]
-        left_out = len(plan.skipped_rows) + sum(map(len, plan.skipped_at.values()))
-        tell(f"Precision plan: {'; '.join(words) or 'no change'}; {left_out} rows are left out.")
+        _use_plan(run, plan)
     if checkpoint:
         differing = refuse_other_run(checkpoint, run.fingerprint, anyway=cfg.resume_anyway)
         if differing:
@@ -192,6 +183,20 @@ def assemble(
     elif removed := remove_weights(run.output_dir):
         tell(f"Removed what the overwritten run had left: {', '.join(removed)}.")
     return run
+
+
+def _use_plan(run: Run, plan: Plan) -> None:
+    """Start with the YAML's `precision_plan`, and say what it changes."""
+    try:
+        run.guard.use_plan(run, plan)
+    except UserError:
+        raise
+    except ValueError as error:  # a change that this model cannot take
+        message = f"{run.cfg.precision_plan} does not fit this model: {error}"
+        raise UserError(message, hint="use the plan of a run with the same model", key="precision_plan") from error
+    words = "; ".join(str(change) for change in plan.changes) or "no change"
+    left_out = len(plan.skipped_rows) + sum(map(len, plan.skipped_at.values()))
+    run.tell(f"Precision plan: {words}; {left_out} rows are left out.")
 
 
 def pack_or_not(forward: LossForward, loaded: LoadedModel, order: StepOrder, tell: Callable[[str], None]) -> StepOrder:
