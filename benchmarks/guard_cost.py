@@ -42,7 +42,7 @@ from surefoot.model.lora import fuse_lora
 from surefoot.model.probes import build_forward
 from surefoot.model.randomness import get_random_state
 from surefoot.train.gate import Gate
-from surefoot.train.keeper import Keeper
+from surefoot.train.keeper import CHECKSUM_EVERY, Keeper
 from surefoot.train.loop import Run, train
 from surefoot.train.loss_scale import LossScale
 from surefoot.train.optimizer import build_optimizer, build_scheduler
@@ -59,7 +59,8 @@ TINY = {
     "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 8192,
 }  # fmt: skip
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-BLOCK = 10  # steps an arm does before the next one's turn
+BLOCK = 20  # steps an arm does before the next one's turn
+WARM = 8  # steps before anything is timed
 # What makes the host wait for the device, by the profiler's names; a copy to pinned memory does not.
 WAITS = re.compile(r"(cuda|hip)(Stream|Device|Event)Synchronize|aten::_local_scalar_dense|Memcpy DtoH.*")
 
@@ -195,7 +196,8 @@ def surefoot_arm(bench: Bench, mode: str, table: MemoryTable, per_step: int, opt
     run.guard.start(run, get_random_state(bench.device))
 
     def advance(steps: int) -> None:
-        run.schedule = replace(run.schedule, total_steps=run.state.step + steps)
+        # Half a step short of a whole number: the loop stops there, but takes no look as at the end of a run.
+        run.schedule = replace(run.schedule, total_steps=run.state.step + steps - 0.5)
         train(run)
         assert len(recorder.steps) == run.state.step, f"a step was done twice: {recorder.messages}"
 
@@ -288,15 +290,15 @@ def measure(
     off = surefoot_arm(bench, "off", table, per_step, build_optimizer(bench.model, cfg), tokens)
     for arm in (bare, off):
         arm.take_model(bench)
-        arm.advance(3 + BLOCK)
+        arm.advance(WARM)
     heal = surefoot_arm(bench, "heal", table, per_step, build_optimizer(bench.model, cfg), tokens)
     heal.take_model(bench)
-    heal.advance(3 + BLOCK)
+    heal.advance(WARM)
     arms = [bare, off, heal] if with_bare else [off, heal]
     rounds = take_turns(bench, arms, max(1, options.steps // BLOCK), options.seconds)
     if not with_bare:
         bare.block(bench, BLOCK)
-    syncs = {arm.name: count_syncs(bench, arm, 2) for arm in (bare, off, heal)}
+    syncs = {arm.name: count_syncs(bench, arm, 4) for arm in (bare, off, heal)}
     print(f"\n{name}: {rounds * BLOCK} steps an arm, in turns of {BLOCK}")
     print(f"{'arm':6} {'ms a step':>10} {'peak GiB':>9}   {'against off':32} host syncs a step")
     for arm in (bare, off, heal):
@@ -321,7 +323,7 @@ def measure_rare(bench: Bench) -> None:
         changed = sums.changed(bench.model)
         times.append(time.perf_counter() - began)
         assert not changed
-    print(f"\nchecksums of all frozen weights: {1e3 * statistics.median(times):.1f} ms, every 200 steps")
+    print(f"\nchecksums of all frozen weights: {1e3 * statistics.median(times):.1f} ms, every {CHECKSUM_EVERY} steps")
 
 
 def measure_cures(bench: Bench, options: argparse.Namespace) -> None:

@@ -97,7 +97,7 @@ class _LoraLinear(torch.autograd.Function):
         ctx.scale, ctx.dtypes = scale, (a_RI.dtype, b_OR.dtype)
         w_OI, a_RI, b_OR = w_OI.to(x_TI.dtype), a_RI.to(rank_dtype), b_OR.to(rank_dtype)
         y_TO = F.linear(x_TI, w_OI, None if bias_O is None else bias_O.to(x_TI.dtype))
-        z_TR = torch.mm(x_TI.to(rank_dtype), a_RI.T).mul_(scale)
+        z_TR = torch.mm(x_TI.to(rank_dtype), a_RI.T) * scale
         y_TO = _add_product(y_TO, z_TR, b_OR.T)
         ctx.save_for_backward(x_TI, w_OI, a_RI, b_OR, z_TR)
         return y_TO
@@ -118,7 +118,11 @@ class _LoraLinear(torch.autograd.Function):
 
 
 def _add_product(y: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """Return y + left @ right in y's dtype; in place where the dtypes agree."""
+    """Return y + left @ right in y's dtype; in place where the dtypes agree.
+
+    Never in place while torch compiles: torch 2.11 takes an in-place result of a compiled function's forward for a
+    constant, and every gradient becomes zero without a word (measured; 2.13 does not). The compiler reuses y itself.
+    """
     if y.dtype == left.dtype:
-        return y.addmm_(left, right)
+        return torch.addmm(y, left, right) if torch.compiler.is_compiling() else y.addmm_(left, right)
     return torch.addmm(y.to(left.dtype), left, right).to(y.dtype)
