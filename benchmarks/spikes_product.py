@@ -28,7 +28,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
 import numpy as np
 import torch
-from spikes import LOST, SEEDS, SETTINGS, VOCABULARY, Setting, Text, pretrain, tiny_model
+from spikes import LOST
+from spikes_lab import SEEDS, SETTINGS, VOCABULARY, Setting, Text, pretrain, tiny_model
 
 from helpers import MemoryTable
 from surefoot.config import make_config
@@ -41,9 +42,10 @@ NAMES = ("long rows, LoRA", "short rows, full", "batch 1, 8 tokens, LoRA", "high
 HEALTHY = "none"
 FAULTS = (
     "LR x100 for 5 steps", "second moment lost", "both moments lost", "bit, trained weight", "bit, frozen weight",
-    "random labels",
+    "random labels", "random text",
 )  # fmt: skip
-PROVED = ("learning rate was changed", "moments were lost", "changed between two updates", "checksum has changed")
+PROVED = ("learning rate was changed", "moments were lost", "changed between two updates", "checksum has changed",
+          "the labels are wrong")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -114,14 +116,15 @@ class Planter:
             at -= weight.numel()
 
 
-def rows_of(setting: Setting, text: Text, seed: int, steps: int, random_at: int | None) -> MemoryTable:
-    """Draw the rows of all steps in their order; those of one step may have random labels."""
+def rows_of(setting: Setting, text: Text, seed: int, steps: int, fault: str, at: int) -> MemoryTable:
+    """Draw the rows of all steps in their order; those of step `at` may be random, or their labels."""
     rng, samples = np.random.default_rng(1000 + seed), []
     for step in range(1, steps + 1):
         for ids in text.batch(setting, rng).numpy().astype(np.int32):
-            labels = ids.copy()
-            if step == random_at:
-                labels = np.random.default_rng((seed, len(samples))).integers(2, VOCABULARY, len(ids)).astype(np.int32)
+            drawn = np.random.default_rng((seed, len(samples))).integers(2, VOCABULARY, len(ids)).astype(np.int32)
+            if (step, fault) == (at, "random text"):
+                ids = drawn
+            labels = drawn if (step, fault) == (at, "random labels") else ids.copy()
             labels[0] = -100
             samples.append(Sample((f"rows:{len(samples)}",), ids, labels, (len(ids),)))
     return MemoryTable(samples)
@@ -146,7 +149,7 @@ def make_run(setting: Setting, fault: str, seed: int, steps: int, model: str, te
     tokenizer = tokenizer_of_characters()
     loaded = load_model(cfg, tokenizer, "cpu")
     planter = Planter(fault, at, loaded.model, rng)
-    table = rows_of(setting, text, seed, steps, at if fault == "random labels" else None)
+    table = rows_of(setting, text, seed, steps, fault, at)
     try:
         run_training(cfg, loaded, tokenizer, SimpleNamespace(train=table, evals={}), [planter], "cpu")
     except WorkError:

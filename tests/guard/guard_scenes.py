@@ -133,4 +133,4 @@ class Wrapped:
             sums = self._forward(batch)
         finally:
             del self._forward.hidden
-        return LossSums(self._change(sums.loss, self._kept.pop()), sums.correct)
+        return replace(sums, loss=self._change(sums.loss, self._kept.pop()))

@@ -26,6 +26,20 @@ def feed(detector: SpikeDetector, rows: list[tuple]) -> list:
     return [found for row in rows if (found := detector.observe(*row))]
 
 
+class Trial:
+    """Experiments with a known outcome."""
+
+    def __init__(self, rise: float | None = None, wrong: bool = False) -> None:
+        self._rise, self._wrong, self.asked = rise, wrong, 0
+
+    def wrong_labels(self) -> bool:
+        return self._wrong
+
+    def rise(self) -> float | None:
+        self.asked += 1
+        return self._rise
+
+
 def settled(steps: int = 150, **changes) -> SpikeDetector:
     detector = SpikeDetector()
     assert feed(detector, healthy(steps, 0, **changes)) == []
@@ -74,20 +88,91 @@ def test_an_acute_jump_early_on_is_not_missed(step):
     assert found is not None and found.step == step
 
 
-def test_two_moderate_steps_in_a_row_are_a_spike_with_the_first_as_onset():
-    detector = settled()
-    assert detector.observe(151, 1.25, 2.0, 512) is None
-    found = detector.observe(152, 1.25, 2.0, 512)
+def test_a_suspicious_step_alarms_when_the_experiment_confirms_it():
+    found = settled().observe(151, 1.25, 2.0, 512, 0.0, Trial(rise=0.3))
     assert found is not None
-    assert (found.fault, found.step, found.onset) == ("SPIKE", 152, 151)
-    assert "high in the step before too" in found.evidence[-1]
+    assert (found.fault, found.step, found.onset) == ("SPIKE", 151, 150)
+    assert found.evidence[-1].startswith("rows of the steps before cost 1.35 times what they did then")
 
 
-def test_a_good_step_between_two_bad_ones_is_no_spike():
-    detector = settled()
-    assert [
-        detector.observe(s, *row, 512) for s, row in ((151, (1.25, 2.0)), (152, (1.0, 0.8)), (153, (1.25, 2.0)))
-    ] == [None] * 3
+@pytest.mark.parametrize("rise", [-0.02, 0.0, 0.04, None])
+def test_a_suspicious_step_is_well_when_the_experiment_shows_nothing(rise):
+    detector, trial = settled(), Trial(rise)
+    assert [detector.observe(151 + i, 1.25, 2.0, 512, 0.0, trial) for i in range(3)] == [None] * 3
+    assert trial.asked == 3
+    assert detector.observe(154, 1.25, 2.0, 512) is None, "no experiment, no alarm"
+
+
+def test_healthy_steps_seldom_ask_for_an_experiment():
+    detector, trial = SpikeDetector(), Trial(rise=-0.01)
+    assert [detector.observe(*row, 0.0, trial) for row in healthy(1000, 1)] == [None] * 1000
+    assert trial.asked <= 30
+
+
+@pytest.mark.parametrize("rise", [-0.02, None])
+def test_what_lies_far_outside_alarms_without_an_experiment(rise):
+    found = settled().observe(151, 9.2, 3.0, 512, 0.0, Trial(rise))
+    assert found is not None and found.onset == 151
+
+
+def with_chance(tokens: int, seed: int = 0) -> SpikeDetector:
+    """A detector of steps whose losses scatter widely, at a fifth of what labels drawn by lot would cost."""
+    detector, rng = SpikeDetector(), np.random.default_rng(seed)
+    for step in range(1, 151):
+        assert detector.observe(step, float(rng.lognormal(0.0, 0.5)), 1.0, tokens, 5.0) is None
+    return detector
+
+
+@pytest.mark.parametrize(
+    ("tokens", "loss", "alarms"), [(512, 3.3, True), (60, 4.0, True), (512, 2.4, False), (7, 3.9, False)]
+)
+def test_labels_that_fit_no_better_than_by_lot_are_a_spike_unless_they_are_few(tokens, loss, alarms):
+    assert with_chance(tokens).observe(151, loss, 1.0, tokens) is None, "the loss alone does not say it"
+    found = with_chance(tokens).observe(151, loss, 1.0, tokens, 5.0)
+    assert (found is not None) == alarms
+    if found:
+        assert "labels drawn by lot would cost 5" in found.evidence[-1]
+
+
+def test_a_model_that_has_learnt_nothing_yet_is_not_told_that_it_is_no_better_than_chance():
+    detector = SpikeDetector()
+    for step in range(1, 151):
+        assert detector.observe(step, 4.9, 1.0, 512, 5.0, Trial(wrong=True)) is None
+    assert detector.observe(151, 5.0, 1.0, 512, 5.0, Trial(wrong=True)) is None
+
+
+@pytest.mark.parametrize("wrong", [True, False])
+def test_labels_that_are_not_the_text_are_named_where_a_step_gains_little_over_chance(wrong):
+    found = with_chance(7).observe(151, 2.9, 1.0, 7, 5.0, Trial(rise=-0.01, wrong=wrong))
+    assert (found is not None) == wrong
+    if found:
+        assert found.onset == 151 and found.evidence[-1].endswith("the labels are wrong")
+
+
+@pytest.mark.parametrize(
+    ("loss", "rise", "alarms"), [(8.0, 1.2, True), (8.0, 0.3, False), (8.0, None, False), (5.0, 1.2, False)]
+)
+@pytest.mark.parametrize("step", [2, 6, 11])
+def test_divergence_in_the_first_steps_is_told_when_older_rows_cost_twice_as_much(step, loss, rise, alarms):
+    detector = SpikeDetector()
+    for earlier in range(1, step):
+        assert detector.observe(earlier, 2.0, 1.0, 512, 0.0, Trial(rise=1.2)) is None
+    found = detector.observe(step, loss, 1.0, 512, 0.0, Trial(rise))
+    assert (found is not None) == alarms
+
+
+@pytest.mark.parametrize("before", [0, 150])
+def test_a_gradient_of_exactly_zero_for_good_is_told_as_dead(before):
+    detector = SpikeDetector()
+    feed(detector, healthy(before, 0))
+    found = [detector.observe(before + i, 1.0, 0.0, 512) for i in range(1, RELEARN + 1)]
+    assert not any(spike.dead for spike in found[:-1] if spike)
+    assert found[-1] is not None and found[-1].dead
+
+
+def test_a_gradient_of_exactly_zero_without_a_loss_is_not_dead():
+    detector = SpikeDetector()
+    assert feed(detector, [(step, 0.001, 0.0, 512) for step in range(1, 2 * RELEARN)]) == []
 
 
 def test_one_large_gradient_is_clipped_and_no_spike_but_a_hundredfold_one_is():
@@ -209,14 +294,13 @@ def short_and_long(seed: int, steps: int = 300) -> list[tuple]:
 
 
 def test_known_tokens_tell_a_short_step_from_a_spike():
-    # The same two steps: dear, with a large gradient. 8 tokens may well be so, 800 may not.
-    answers = {}
-    for n in (8, 800):
+    # The same step: dear, with a large gradient. 8 tokens may well be so, 800 are worth an experiment.
+    trials = {8: Trial(), 800: Trial()}
+    for tokens, trial in trials.items():
         detector = SpikeDetector()
         assert feed(detector, short_and_long(2)) == []
-        answers[n] = [detector.observe(301 + i, 1.5, 3.0, n) for i in range(2)]
-    assert answers[8] == [None, None]
-    assert answers[800][0] is None and answers[800][1] is not None
+        assert detector.observe(301, 1.5, 3.0, tokens, 0.0, trial) is None
+    assert (trials[8].asked, trials[800].asked) == (0, 1)
 
 
 def test_extreme_numbers_do_not_break_it():

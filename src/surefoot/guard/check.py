@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from surefoot.data.messages import Sample
 from surefoot.errors import WorkError
 
 
@@ -25,6 +26,8 @@ class StepCheck:
         state_changed: weights or moments were others right before the update than right after the last one; the
             gate was closed on them.
         moments_lost: the update left moments smaller than it can have made them.
+        chance: what the loss would be on average with labels drawn by lot, in nats; 0 when it is not known.
+        samples: that made the step.
     """
 
     step: int
@@ -36,6 +39,8 @@ class StepCheck:
     weights_finite: bool = True
     state_changed: bool = False
     moments_lost: bool = False
+    chance: float = 0.0
+    samples: tuple[Sample, ...] = ()
 
     @property
     def loss(self) -> float:
@@ -96,6 +101,8 @@ class DeviceCheck:
         state_changed: 1.0 when the state was changed between two updates; float32 scalar.
         moments_lost: 1.0 when the update left moments smaller than it can have made them; float32 scalar.
         clip: what the unscaled gradients were multiplied by; float32 scalar.
+        chance: what the step's loss would be with labels drawn by lot; float32 scalar, 0 when it is not known.
+        samples: that made the step.
     """
 
     step: int
@@ -110,13 +117,15 @@ class DeviceCheck:
     state_changed: torch.Tensor
     moments_lost: torch.Tensor
     clip: torch.Tensor
+    chance: torch.Tensor
+    samples: tuple[Sample, ...] = ()
     _copied: tuple[torch.Tensor, torch.cuda.Event | None] | None = None
 
     def start_reading(self) -> None:
         """Start the copy to the host, without waiting for it."""
         numbers = torch.cat(
             [self.losses_P, self.norms_N,
-             torch.stack([self.norm, self.weights_bad, self.state_changed, self.moments_lost])]
+             torch.stack([self.norm, self.weights_bad, self.state_changed, self.moments_lost, self.chance])]
         )  # fmt: skip
         if numbers.device.type != "cuda":
             self._copied = (numbers, None)
@@ -138,7 +147,7 @@ class DeviceCheck:
         values = numbers.tolist()
         passes, tensors = len(self.losses_P), len(self.norms_N)
         losses, norms = values[:passes], values[passes : passes + tensors]
-        norm, weights_bad, state_changed, moments_lost = values[passes + tensors :]
+        norm, weights_bad, state_changed, moments_lost, chance = values[passes + tensors :]
         return StepCheck(
             self.step,
             tuple(losses),
@@ -149,6 +158,8 @@ class DeviceCheck:
             weights_finite=weights_bad == 0.0,
             state_changed=state_changed != 0.0,
             moments_lost=moments_lost != 0.0,
+            chance=chance,
+            samples=self.samples,
         )
 
 
@@ -182,7 +193,7 @@ def check_gradients(
     none = torch.zeros_like(bad)
     return DeviceCheck(
         step, [name for name, _ in named], rows, loss_scale, losses_P, norms_N, norm, bad,
-        weights_bad=none, state_changed=none, moments_lost=none, clip=torch.ones_like(norm),
+        weights_bad=none, state_changed=none, moments_lost=none, clip=torch.ones_like(norm), chance=none,
     )  # fmt: skip
 
 

@@ -132,8 +132,7 @@ def sampled_gradient(scene: Scene, parts: Sequence[Sequence[Sample]]) -> tuple[f
     quiet = replace(scene, before_pass=None)
     for samples in parts:
         set_random_state(scene.random_state, scene.device)
-        losses, _ = quiet.run_passes(samples)
-        loss += float(torch.stack(losses).sum())
+        loss += float(torch.stack(quiet.run_passes(samples).losses).sum())
         picked = [_some(p) for p in scene.trained_parameters().values()]
         gradient = torch.cat([values.to(picked[0].device) for values in picked]) / scene.loss_scale
         total = gradient if total is None else total + gradient

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -23,6 +23,20 @@ class Watcher(Protocol):
 
     def backward_started(self, index: int, loss: torch.Tensor) -> None:
         """The backward of a pass is about to run from `loss`, a scalar with its graph, the loss scale on it."""
+
+
+class Passes(NamedTuple):
+    """What the passes of a step gave; nothing of it was read back from the device.
+
+    Attributes:
+        losses: each pass's share of the step's token-mean loss, unscaled scalars.
+        rows: the row ids of each pass.
+        chances: the same share of what the loss would be with labels drawn by lot.
+    """
+
+    losses: list[torch.Tensor]
+    rows: list[tuple[str, ...]]
+    chances: list[torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -98,10 +112,8 @@ class Scene:
         samples: Sequence[Sample] | None = None,
         loss_scale: float | None = None,
         watcher: Watcher | None = None,
-    ) -> tuple[list[torch.Tensor], list[tuple[str, ...]]]:
+    ) -> Passes:
         """Run forward and backward of every pass; the scaled gradients are left in the parameters.
-
-        Nothing is read back from the device.
 
         Args:
             samples: part of the step's samples; None for all. The loss stays a mean over the whole step's tokens.
@@ -109,7 +121,7 @@ class Scene:
             watcher: told of each pass.
 
         Returns:
-            Each pass's share of the step's loss (unscaled scalars on the device) and its row ids.
+            What they gave.
 
         Raises:
             torch.OutOfMemoryError: a pass does not fit.
@@ -117,7 +129,7 @@ class Scene:
         trained = self.trained_tokens
         scale = self.loss_scale if loss_scale is None else loss_scale
         self.model.zero_grad(set_to_none=True)
-        losses, rows = [], []
+        passes = Passes([], [], [])
         for group in split_into_passes(self.samples if samples is None else samples, self.tokens_per_pass):
             batch = pack(group, self.forward.round_to).to(self.device)
             if batch.targets_K.numel() == 0:
@@ -125,15 +137,17 @@ class Scene:
             if self.before_pass:
                 self.before_pass(batch)
             if watcher:
-                watcher.pass_started(len(losses), batch)
-            loss = self.forward(batch).loss / trained
+                watcher.pass_started(len(passes.losses), batch)
+            sums = self.forward(batch)
+            loss = sums.loss / trained
             scaled = loss * scale
             if watcher:
-                watcher.backward_started(len(losses), scaled)
+                watcher.backward_started(len(passes.losses), scaled)
             scaled.backward()
-            losses.append(loss.detach())
-            rows.append(batch.row_ids)
-        return losses, rows
+            passes.losses.append(loss.detach())
+            passes.rows.append(batch.row_ids)
+            passes.chances.append(sums.chance / trained)
+        return passes
 
     def rerun(
         self,
@@ -155,7 +169,7 @@ class Scene:
             What came out.
         """
         set_random_state(self.random_state, self.device)
-        losses, rows = self.run_passes(samples, loss_scale, watcher)
+        losses, rows, _ = self.run_passes(samples, loss_scale, watcher)
         scale = self.loss_scale if loss_scale is None else loss_scale
         named = {name: p.grad for name, p in self.trained_parameters().items() if p.grad is not None}
         peaks = torch._foreach_norm(list(named.values()), float("inf"), dtype=torch.float32) if named else ()

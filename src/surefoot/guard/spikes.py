@@ -1,46 +1,73 @@
-"""Finite divergence, told from two numbers of every step: its loss and the norm of its gradient.
+"""Finite divergence, told from a few numbers of every step: its loss, the norm of its gradient, and chance.
 
 Steps that are not finite are the gate's business. This looks for what the gate cannot see: a step that is a number, and
-wrong. Both numbers are judged on a log scale against the last steps that were well: by their median, by how far the
-upper part of them reaches, and by the largest of them. Only a rise counts. A hard batch is one dear step, so one step
-alarms only when it lies far outside; damaged weights stay damaged, so two steps in a row need much less. Slow
-divergence is left to a cumulative sum (CUSUM; Page, 1954). What alarmed and what is not finite never enters the
-statistics.
+wrong. Loss and norm are judged on a log scale against the last steps that were well: by their median, by how far the
+upper part of them reaches, and by the largest of them. Only a rise counts. What lies far outside alarms at once, and
+so do labels that fit no better than labels drawn by lot. Anything less is a suspicion, which experiments settle:
+whether the labels are the tokens of the text at all, and whether the rows of the steps before cost more at the weights
+as they are now. Hard batches leave those alone, damage does not. Slow divergence is left to a cumulative sum (CUSUM;
+Page, 1954). What alarmed and what is not finite never enters the statistics.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any, Literal, NamedTuple, Protocol
+
+from surefoot.guard.spike_scores import (
+    FEWEST,
+    LOSS_SPREAD_FLOOR,
+    NATS_FLOOR,
+    NORM_FLOOR,
+    NORM_SPREAD_FLOOR,
+    Noise,
+    Score,
+)
 
 # What the window holds: the last half of the run (early losses fall fast), up to WINDOW steps, without the newest one.
 WINDOW = 64
-WARMUP = 10  # steps in the window before anything may alarm
+WARMUP = FEWEST  # steps in the window before loss and norm may alarm alone
 KEPT = 256  # well steps remembered: a rollback of up to KEPT - 2 * WINDOW steps leaves the window as it was
-NATS_FLOOR = 0.1  # added to a loss before its log: from 0.001 to 0.01 nats is no event
-NORM_FLOOR = 1e-12  # added to a norm before its log
-LOSS_SPREAD_FLOOR, NORM_SPREAD_FLOOR = 0.05, 0.1  # of the log
 
-# Thresholds. Chosen on the train seeds of benchmarks/spikes.py (29,200 healthy steps of 13 settings, no alarm) and
-# frozen before the test seeds were run. "healthy" is the largest value over those steps of what the line limits.
+# Thresholds. Chosen on the train seeds of benchmarks/spikes.py and frozen before the test seeds were run. "healthy" is
+# the largest value over the healthy steps of the train seeds of what the line limits.
 JUMP_EXCESS = 0.85  # log of loss over the window's largest; healthy 0.6
 JUMP_EXCESS_FEW = 1.5  # and this much more over the window's number of steps
 JUMP_PRODUCT, JUMP_PRODUCT_EXCESS = 5.0, 0.45  # excess × linear z, with at least this excess; healthy 4.0
 JUMP_TIMES, JUMP_NATS = 2.5, 0.5  # and times the median (a hard batch may be twice as dear), and nats over it
 NORM_JUMP_EXCESS, NORM_JUMP_Z = 4.6, 12.0  # a hundredfold norm; healthy 2.1 (high sane LR)
-PAIR_Z = 4.2  # in each of two steps: z of loss plus z of norm, each at most its cap; healthy 3.8
-PAIR_LOSS_CAP, PAIR_NORM_CAP = 3.0, 5.0  # a loss alone is not enough: two hard batches may follow each other
-PAIR_NORM_EXCESS, PAIR_NORM_Z = 0.25, 2.5  # in each of two steps: the norm alone; healthy 0.15
-PAIR_LOSS_EXCESS, PAIR_LOSS_Z = 0.4, 2.8  # in each of two steps: the loss alone; healthy 0.12 above z 2, z 2.4
-TRIPLE_LOSS_EXCESS, TRIPLE_LOSS_Z = 0.05, 2.2  # in each of three steps: the loss alone; healthy 0.03, z 1.8
-ROW_NATS = 0.05  # and loss this much over the median, where these rest on the loss
+# Of the usual gain over chance, and less this over the root of the tokens: 7 healthy ones may have 0.03, 500 have 0.66.
+BLIND_LEFT, BLIND_LEFT_FEW = 0.5, 1.35
+BLIND_USUAL = 0.6  # and loss over chance is usually below this: something had been learnt
+SUSPECT_LEFT = 0.7  # of the usual gain over chance
+# The next four lines let 0.65 % of the healthy steps of the train seeds ask for the experiment that reruns rows.
+SUSPECT_SUM = 4.2  # z of loss plus z of norm, each at most its cap
+SUSPECT_LOSS_CAP, SUSPECT_NORM_CAP = 3.0, 5.0
+SUSPECT_NORM_EXCESS, SUSPECT_NORM_Z = 0.25, 2.5  # the norm alone
+SUSPECT_LOSS_EXCESS, SUSPECT_LOSS_Z = 0.05, 2.2  # the loss alone
+SUSPECT_NATS = 0.05  # and loss this much over the median, where it rests on the loss
+CONFIRM_RISE = 0.05  # log of what the rows of the steps before cost now over then; healthy -0.003 where suspected
+EARLY_TIMES, EARLY_NATS = 3.0, 1.0  # in the first steps: loss over the median so far, and nats over it
+EARLY_RISE = 0.7  # and this in place of CONFIRM_RISE: a rate that is just sane makes a bump too
 TREND_SLACK, TREND_CAP, TREND_SUM = 1.0, 4.0, 10.0  # z of loss, at most cap, less slack, summed up; healthy 6.3
 TREND_RISE = 0.25  # and log loss this much over the level before, in the mean
 TREND_LONGEST = 64  # steps after which a rise is the new level
 
 RELEARN = 32  # steps of the last WINDOW that were refused: whoever runs the detector has accepted the new level
+
+
+class Experiments(Protocol):
+    """What can be tried at a suspicious step."""
+
+    def wrong_labels(self) -> bool:
+        """Say whether half of the step's labels or more are not the tokens of the text."""
+        ...
+
+    def rise(self) -> float | None:
+        """Say by how much the log loss of rows of the steps before has risen since; None when it cannot be told."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -50,14 +77,19 @@ class Spike:
     Attributes:
         fault: SPIKE for a jump, TREND for a slow rise.
         step: where it was seen.
-        onset: the first bad step, estimated. The update before it may have done the damage.
+        onset: the first step whose update may have done damage, or the step itself when it is only its numbers that
+            are wrong.
         evidence: sentences that a person can check.
+        wrong_labels: the labels are to blame, by experiment.
+        dead: so many steps in a row had a gradient of exactly 0 that no more is to be hoped for.
     """
 
     fault: Literal["SPIKE", "TREND"]
     step: int
     onset: int
     evidence: tuple[str, ...]
+    wrong_labels: bool = False
+    dead: bool = False
 
 
 class SpikeDetector:
@@ -68,14 +100,24 @@ class SpikeDetector:
         self._well: list[_Step] = []
         self._refused: list[_Step] = []
 
-    def observe(self, step: int, loss: float, grad_norm: float, tokens: int | None = None) -> Spike | None:
-        """Look at the next step, before or after its update.
+    def observe(
+        self,
+        step: int,
+        loss: float,
+        grad_norm: float,
+        tokens: int | None = None,
+        chance: float = 0.0,
+        experiments: Experiments | None = None,
+    ) -> Spike | None:
+        """Look at the next step, after its update.
 
         Args:
             step: the step, counted from 1; larger than those before it.
             loss: its token-mean loss, in nats.
             grad_norm: L2 norm of its gradient, unscaled and before clipping.
             tokens: its trained tokens, where they are known for every step: few tokens make a noisy step.
+            chance: what its loss would be on average with labels drawn by lot, in nats; 0 where it is not known.
+            experiments: asked at a suspicious step; without them it does not alarm.
 
         Returns:
             What is wrong with it; None when nothing is, and for a step that is not finite.
@@ -86,18 +128,27 @@ class SpikeDetector:
             self._well, self._refused = [], []
         log_loss, log_norm = math.log(max(loss, 0.0) + NATS_FLOOR), math.log(grad_norm + NORM_FLOOR)
         log_tokens = 0.0 if tokens is None else math.log(max(1, tokens))
+        now = _Step(step, log_loss, log_norm, log_tokens, 0.0, step, loss / chance if chance > 0.0 else 0.0)
         window = _window(self._well[:-1])
-        if len(window) < WARMUP:
-            self._well.append(_Step(step, log_loss, log_norm, log_tokens, 0.0, -1.0, 0.0, 0.0, -1.0, 0.0, step))
-            return None
-        noise = _Noise.of(log_tokens, [s.log_tokens for s in window])
-        of_loss = noise.score(loss, log_loss, [s.log_loss for s in window], NATS_FLOOR, LOSS_SPREAD_FLOOR)
-        of_norm = noise.score(grad_norm, log_norm, [s.log_norm for s in window], NORM_FLOOR, NORM_SPREAD_FLOOR)
-        cusum, onset = self._cumulate(step, loss, log_loss, log_tokens, of_loss.z)
-        scores = of_loss.z, of_loss.excess, loss - of_loss.median, of_norm.z, of_norm.excess
-        now = _Step(step, log_loss, log_norm, log_tokens, *scores, cusum, onset)
-        spike = _collapse(step, of_loss, of_norm) or _jump(step, of_loss, of_norm)
-        spike = spike or _row(now, self._last(step), of_loss, of_norm) or self._trend(now, loss)
+        if grad_norm == 0.0 and self._is_dead(now):
+            words = f"the gradient was exactly 0 for {RELEARN} steps with a loss: nothing is trained any more"
+            spike: Spike | None = Spike("SPIKE", step, step, (words,), dead=True)
+        elif len(window) < WARMUP:
+            spike = self._early(now, loss, experiments)
+        else:
+            noise = Noise.of(log_tokens, [s.log_tokens for s in window])
+            of_loss = noise.score(loss, log_loss, [s.log_loss for s in window], NATS_FLOOR, LOSS_SPREAD_FLOOR)
+            of_norm = noise.score(grad_norm, log_norm, [s.log_norm for s in window], NORM_FLOOR, NORM_SPREAD_FLOOR)
+            cusum, onset = self._cumulate(step, loss, log_loss, log_tokens, of_loss.z)
+            now = now._replace(cusum=cusum, onset=onset)
+            left = _left(now, window)
+            spike = _collapse(step, of_loss, of_norm) or _jump(step, of_loss, of_norm)
+            spike = spike or _blind(now, left, of_loss, chance)
+            far = spike is not None or _suspect(of_loss, of_norm)
+            if experiments and (far or left <= SUSPECT_LEFT):
+                numbers = Spike("SPIKE", step, step, (of_loss.sentence("loss"), of_norm.sentence("gradient norm")))
+                spike = _try(spike or numbers, experiments, CONFIRM_RISE if far else None) or spike
+            spike = spike or self._trend(now, loss)
         if spike:
             self._refuse(now, spike.onset)
         else:
@@ -138,15 +189,22 @@ class SpikeDetector:
         detector._refused = [_Step(*numbers) for numbers in state["refused"]]
         return detector
 
-    def _last(self, step: int) -> list[_Step]:
-        """Return up to two steps right before this one, newest first, refused or not; one may be missing between."""
-        row: list[_Step] = []
-        for seen in sorted((*self._well[-2:], *self._refused[-2:]), reverse=True)[:2]:
-            if step - seen.step > 2:
-                break
-            row.append(seen)
-            step = seen.step
-        return row
+    def _is_dead(self, now: _Step) -> bool:
+        """Say whether this step and those before, well or not, had a loss and a gradient of exactly 0."""
+        last = sorted((*self._well[1 - RELEARN :], *self._refused[1 - RELEARN :]))[1 - RELEARN :]
+        zero, none = math.log(NORM_FLOOR), math.log(2 * NATS_FLOOR)
+        return len(last) == RELEARN - 1 and all(s.log_norm <= zero and s.log_loss > none for s in (*last, now))
+
+    def _early(self, now: _Step, loss: float, experiments: Experiments | None) -> Spike | None:
+        """Judge one of the first steps, which there is too little to compare with: only an experiment may alarm."""
+        losses = sorted(s.log_loss for s in self._well)
+        if not losses or not experiments:
+            return None
+        usual = math.exp(losses[len(losses) // 2]) - NATS_FLOOR
+        if loss < max(EARLY_TIMES * usual, usual + EARLY_NATS):
+            return None
+        words = f"loss {loss:.4g} where the first {len(losses)} steps had median {usual:.4g}"
+        return _try(Spike("SPIKE", now.step, now.step, (words,)), experiments, EARLY_RISE)
 
     def _refuse(self, now: _Step, onset: int) -> None:
         """Keep a bad step, and those since its onset, out of the statistics."""
@@ -171,7 +229,7 @@ class SpikeDetector:
             return max(0.0, min(z, TREND_CAP) - TREND_SLACK), step
         before = _window(self._before(last.onset))
         if len(before) >= WARMUP:
-            noise = _Noise.of(log_tokens, [s.log_tokens for s in before])
+            noise = Noise.of(log_tokens, [s.log_tokens for s in before])
             z = noise.score(loss, log_loss, [s.log_loss for s in before], NATS_FLOOR, LOSS_SPREAD_FLOOR).z
         return max(0.0, last.cusum + min(z, TREND_CAP) - TREND_SLACK), last.onset
 
@@ -194,132 +252,15 @@ class SpikeDetector:
 
 
 class _Step(NamedTuple):
-    """A step that was seen: its numbers, their scores, and the cumulative sum after it with its first step."""
+    """A step that was seen: its numbers, the cumulative sum after it with its first step, and loss over chance."""
 
     step: int
     log_loss: float
     log_norm: float
     log_tokens: float
-    loss_z: float
-    loss_excess: float
-    loss_nats: float
-    norm_z: float
-    norm_excess: float
     cusum: float
     onset: int
-
-
-class _Score(NamedTuple):
-    """How far a number lies above the window.
-
-    Attributes:
-        value: the number.
-        z: log of it over the window's median, in spreads.
-        excess: log of it over the window's largest.
-        linear_z: distance to the median in spreads on the linear scale, which suits the few tokens of a tiny batch.
-        median: the window's, on the linear scale.
-        spread: of the window, upwards, on the linear scale.
-        largest: the window's, on the linear scale.
-        steps: in the window.
-    """
-
-    value: float
-    z: float
-    excess: float
-    linear_z: float
-    median: float
-    spread: float
-    largest: float
-    steps: int
-
-    def sentence(self, name: str) -> str:
-        """Say it in words."""
-        return (
-            f"{name} {self.value:.4g} where the last {self.steps} steps had median {self.median:.4g} and spread "
-            f"{self.spread:.2g}, at most {self.largest:.4g} (z = {self.z:.3g} on the log scale)"
-        )
-
-
-class _Noise(NamedTuple):
-    """What the numbers of tokens say of the scatter of this step and of those in the window.
-
-    A mean over n tokens scatters as 1 / sqrt(n). Steps of more tokens than usual are not trusted more, since their
-    scatter comes from the data. All of it is trivial where every step has the same number of tokens.
-
-    Attributes:
-        weights: of each step in the window, for its distance from the median; None for 1.
-        logs: of this step's tokens over those of each step in the window; None for 0.
-        few: places in the window of the steps with fewer tokens than usual; empty where they tell nothing.
-        many: places of the others.
-        gap: log of the usual tokens of the many over those of the few.
-        stretch: of the spread, for this step.
-    """
-
-    weights: list[float] | None
-    logs: list[float] | None
-    few: list[int]
-    many: list[int]
-    gap: float
-    stretch: float
-
-    @classmethod
-    def of(cls, log_tokens: float, past: list[float]) -> _Noise:
-        """Compare the log of a step's trained tokens with those of the steps in the window."""
-        if past.count(log_tokens) == len(past):
-            return cls(None, None, [], [], 0.0, 1.0)
-        ordered = sorted(past)
-        usual = ordered[len(past) // 2]
-        weights = [1.0 if n >= usual else math.exp((n - usual) / 2) for n in past]
-        logs = [log_tokens - n for n in past]
-        few = [i for i, n in enumerate(past) if n < usual]
-        many = [i for i, n in enumerate(past) if n >= usual]
-        gap = ordered[(len(few) + len(past)) // 2] - ordered[len(few) // 2]
-        stretch = math.exp(max(0.0, usual - log_tokens) / 2)
-        return cls(weights, logs, few if len(few) >= WARMUP else [], many, gap, stretch)
-
-    def score(self, value: float, log: float, past: list[float], offset: float, floor: float) -> _Score:
-        """Compare a number with the window's.
-
-        The spread is the larger of two one-sided estimates that agree for a normal distribution (its 75th percentile
-        lies 0.6745 sigma above the median, its 90th 1.2816): the median deviation of the upper half, and one that
-        sees a heavy tail.
-
-        Args:
-            value: linear.
-            log: of value + offset.
-            past: the same of each step in the window.
-            offset: added before the log.
-            floor: least spread of the log.
-
-        Returns:
-            The score; with unequal tokens the window's numbers are as they would be with this step's.
-        """
-        count = len(past)
-        if self.logs is not None:
-            slope = self._slope(past)
-            past = [entry + slope * more for entry, more in zip(past, self.logs, strict=True)]
-        ordered = sorted(past)
-        middle = ordered[count // 2]
-        if self.weights is None:
-            deviations = [entry - middle for entry in ordered]
-        else:
-            deviations = sorted([(entry - middle) * weight for entry, weight in zip(past, self.weights, strict=True)])
-        upper, tail = deviations[round(0.75 * count)], deviations[min(count - 1, round(0.9 * count))]
-        spread = max(upper / 0.6745, tail / 1.2816, floor)
-        spread *= self.stretch * (1.0 + 4.0 / count)  # few steps know their spread badly
-        base = math.exp(middle)
-        linear = base * math.expm1(min(spread, 50.0))
-        return _Score(
-            value, (log - middle) / spread, log - ordered[-1], (value + offset - base) / linear,
-            base - offset, linear, math.exp(ordered[-1]) - offset, count,
-        )  # fmt: skip
-
-    def _slope(self, past: list[float]) -> float:
-        """Estimate how a log grows with that of a step's tokens: 0 to -0.6 (the norm of pure noise goes as n^-0.5)."""
-        if not self.few or self.gap <= 0.0:
-            return 0.0
-        low, high = (sorted([past[i] for i in part])[len(part) // 2] for part in (self.few, self.many))
-        return max(-0.6, min(0.0, (high - low) / self.gap))
+    blindness: float
 
 
 def _window(steps: Sequence[_Step]) -> Sequence[_Step]:
@@ -327,7 +268,7 @@ def _window(steps: Sequence[_Step]) -> Sequence[_Step]:
     return steps[-min(WINDOW, max(WARMUP, len(steps) // 2)) :]
 
 
-def _collapse(step: int, loss: _Score, norm: _Score) -> Spike | None:
+def _collapse(step: int, loss: Score, norm: Score) -> Spike | None:
     """A gradient of exactly 0 while there is a loss: the network is cut, or the gradient is lost on its way."""
     if norm.value > 0.0 or norm.median <= NORM_FLOOR or loss.value < max(NATS_FLOOR, 0.5 * loss.median):
         return None
@@ -335,7 +276,7 @@ def _collapse(step: int, loss: _Score, norm: _Score) -> Spike | None:
     return Spike("SPIKE", step, step, (words, f"the loss is {loss.value:.4g}, so there is something to learn"))
 
 
-def _jump(step: int, loss: _Score, norm: _Score) -> Spike | None:
+def _jump(step: int, loss: Score, norm: Score) -> Spike | None:
     """One step far outside."""
     far = loss.excess >= JUMP_EXCESS + JUMP_EXCESS_FEW / loss.steps
     far = far or (loss.excess >= JUMP_PRODUCT_EXCESS and loss.excess * loss.linear_z >= JUMP_PRODUCT)
@@ -346,24 +287,50 @@ def _jump(step: int, loss: _Score, norm: _Score) -> Spike | None:
     return None
 
 
-def _row(now: _Step, before: Sequence[_Step], loss: _Score, norm: _Score) -> Spike | None:
-    """Two or three steps in a row outside."""
-    pair, triple = [now, *before[:1]], [now, *before]
-    if len(pair) < 2:
+def _left(now: _Step, window: Sequence[_Step]) -> float:
+    """Return how much is left of what labels usually gain over chance; 1.0 where nothing is known of it.
+
+    The gain is 1 - loss / chance: about 0 for labels drawn by lot, whatever the model, and most of 1 for those of a
+    text that the model has learnt to tell.
+    """
+    shares = sorted(s.blindness for s in window if s.blindness > 0.0)
+    if now.blindness <= 0.0 or len(shares) < WARMUP or shares[len(shares) // 2] > BLIND_USUAL:
+        return 1.0
+    return (1.0 - now.blindness) / (1.0 - shares[len(shares) // 2])
+
+
+def _blind(now: _Step, left: float, loss: Score, chance: float) -> Spike | None:
+    """Labels that fit no better than by chance. Over few tokens that happens in odd texts too."""
+    if left > BLIND_LEFT - BLIND_LEFT_FEW * math.exp(-now.log_tokens / 2):
         return None
-    dear = min(s.loss_nats for s in pair) >= ROW_NATS
-    onset = before[0]
-    if dear and all(min(s.loss_z, PAIR_LOSS_CAP) + min(s.norm_z, PAIR_NORM_CAP) >= PAIR_Z for s in pair):
-        words = "loss and gradient norm were high in the step before too"
-    elif all(s.norm_z >= PAIR_NORM_Z and s.norm_excess >= PAIR_NORM_EXCESS for s in pair):
-        words = "the gradient norm was above all of them in the step before too"
-    elif dear and all(s.loss_z >= PAIR_LOSS_Z and s.loss_excess >= PAIR_LOSS_EXCESS for s in pair):
-        words = "the loss was above all of them in the step before too"
-    elif len(triple) == 3 and all(
-        s.loss_z >= TRIPLE_LOSS_Z and s.loss_excess >= TRIPLE_LOSS_EXCESS and s.loss_nats >= ROW_NATS for s in triple
-    ):
-        words, onset = "the loss was above all of them in the two steps before too", before[1]
-    else:
+    words = (
+        f"labels drawn by lot would cost {chance:.4g}: what the labels gain over chance is "
+        f"{100 * max(0.0, left):.0f} % of the usual"
+    )
+    return Spike("SPIKE", now.step, now.step, (loss.sentence("loss"), words))
+
+
+def _suspect(loss: Score, norm: Score) -> bool:
+    """Say whether a step is worth an experiment."""
+    if norm.z >= SUSPECT_NORM_Z and norm.excess >= SUSPECT_NORM_EXCESS:
+        return True
+    if loss.value - loss.median < SUSPECT_NATS:
+        return False
+    if loss.z >= SUSPECT_LOSS_Z and loss.excess >= SUSPECT_LOSS_EXCESS:
+        return True
+    return min(loss.z, SUSPECT_LOSS_CAP) + min(norm.z, SUSPECT_NORM_CAP) >= SUSPECT_SUM
+
+
+def _try(spike: Spike, experiments: Experiments, least_rise: float | None) -> Spike | None:
+    """Run the experiments at a step, that for damage only with a least rise; None when they show nothing.
+
+    Damage shows in rows of the steps before too; the update of the step before has done it, or something older.
+    """
+    if experiments.wrong_labels():
+        words = "half of the labels or more are not the tokens of the text: the labels are wrong"
+        return replace(spike, evidence=(*spike.evidence, words), wrong_labels=True)
+    rise = None if least_rise is None else experiments.rise()
+    if rise is None or least_rise is None or rise < least_rise:
         return None
-    row = f"{words} (step {before[0].step}: z = {before[0].loss_z:.3g} of the loss, {before[0].norm_z:.3g} of the norm)"
-    return Spike("SPIKE", now.step, onset.step, (loss.sentence("loss"), norm.sentence("gradient norm"), row))
+    words = f"rows of the steps before cost {math.exp(rise):.3g} times what they did then: the weights are damaged"
+    return replace(spike, onset=max(1, spike.step - 1), evidence=(*spike.evidence, words))

@@ -1,20 +1,26 @@
 """What a run does about finite damage: a loss or gradient norm that breaks away from what it was.
 
-The run goes back to before it. If the step's own rows are far off at those weights too, they are to blame and left
-out; if not, the same steps are done again, and only when it happens again is the learning rate halved.
+A step that is only suspicious is settled by experiments: are its labels the tokens of its text, and do rows of the
+steps before cost more now? At an alarm the run goes back to before it. If the step's own rows are far off at those
+weights too, they are to blame and left out; if not, the same steps are done again, and only when it happens again is
+the learning rate halved.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from surefoot.data.batch import count_trained, pack, split_into_passes
+from surefoot.data.messages import IGNORE_INDEX, Sample
 from surefoot.guard.check import StepCheck, shown
 from surefoot.guard.diagnosis import Diagnosis
 from surefoot.guard.scene import Scene
+from surefoot.guard.spike_scores import NATS_FLOOR
 from surefoot.guard.spikes import Spike, SpikeDetector
 from surefoot.model.randomness import get_random_state, set_random_state
 
@@ -27,6 +33,16 @@ ROLLBACK_WINDOW = 1000
 NEAR = 5  # steps: a spike this near to an earlier one is the same one come back
 WARM_UP = 10  # steps over which a halved learning rate is taken up again
 SLOWER = 0.5  # factor on the learning rate
+CONTROL_STEPS, CONTROL_TOKENS = 3, 512  # whose rows an experiment runs again: so many steps, or enough trained tokens
+
+
+class _Past(NamedTuple):
+    """A step that was well: its rows, their trained tokens and their loss."""
+
+    step: int
+    samples: tuple[Sample, ...]
+    tokens: int
+    loss: float
 
 
 @dataclass
@@ -44,6 +60,63 @@ class Rollbacks:
     slowed: int = 0
 
 
+@dataclass(frozen=True)
+class _Trial:
+    """The experiments that a run makes at a suspicious step. They change nothing in it.
+
+    Attributes:
+        run: the step's update is done.
+        samples: of the step.
+        past: the last steps that were well, the newest last.
+    """
+
+    run: Run
+    samples: tuple[Sample, ...]
+    past: list[_Past]
+
+    def wrong_labels(self) -> bool:
+        """Compare labels with the text: they are its tokens, or the end token where a template asks for it."""
+        counts = [_count_wrong(sample, self.run.tokenizer.eos_token_id) for sample in self.samples]
+        return 2 * sum(counts) >= max(1, count_trained(self.samples))
+
+    @torch.no_grad()
+    def rise(self) -> float | None:
+        """Run rows of the last well steps again, as they ran in training, and compare their log loss with that time.
+
+        The newest of these steps is left out where there are others: the update before it may be the bad one.
+        """
+        chosen: list[_Past] = []
+        for past in reversed(self.past[:-1] or self.past):
+            chosen.append(past)
+            if len(chosen) == CONTROL_STEPS or sum(p.tokens for p in chosen) >= CONTROL_TOKENS:
+                break
+        if not chosen:
+            return None
+        runner = self.run.runner
+        state, losses = get_random_state(runner.device), []
+        try:
+            for group in split_into_passes([s for p in chosen for s in p.samples], runner.tokens_per_pass):
+                batch = pack(group, runner.forward.round_to).to(runner.device)
+                if batch.targets_K.numel():
+                    if runner.before_pass:
+                        runner.before_pass(batch)
+                    losses.append(runner.forward(batch).loss)
+            now = float(torch.stack(losses).sum())
+        except torch.OutOfMemoryError:
+            self.run.tell("Guard: no memory is left for an experiment; going by the step's numbers alone.")
+            return None
+        finally:
+            set_random_state(state, runner.device)
+        tokens, then = sum(p.tokens for p in chosen), sum(p.loss * p.tokens for p in chosen)
+        return math.log((now / tokens + NATS_FLOOR) / (then / tokens + NATS_FLOOR))
+
+
+def _count_wrong(sample: Sample, end: int | None) -> int:
+    """Count labels that are neither the text's token at their place nor the end token."""
+    labels = sample.labels[1:]  # the first predicts nothing
+    return int(((labels != IGNORE_INDEX) & (labels != sample.input_ids[1:]) & (labels != end)).sum())
+
+
 class SpikeKeeper:
     """Watches a run's losses and gradient norms, and puts the run back when they break away."""
 
@@ -56,6 +129,7 @@ class SpikeKeeper:
         self._keeper = keeper
         self._detector = SpikeDetector()
         self._done = Rollbacks()
+        self._past: list[_Past] = []
 
     def look(self, run: Run, check: StepCheck, tokens: int) -> bool:
         """Judge a committed step.
@@ -67,9 +141,15 @@ class SpikeKeeper:
 
         Returns:
             True when the run was put back to an earlier step.
+
+        Raises:
+            NonFiniteStepError: nothing is trained any more.
         """
-        spike = self._detector.observe(check.step, check.loss, check.grad_norm, tokens)
+        spike = self._detector.observe(
+            check.step, check.loss, check.grad_norm, tokens, check.chance, _Trial(run, check.samples, self._past)
+        )
         if spike is None:
+            self._past = [*self._past, _Past(check.step, check.samples, tokens, check.loss)][-CONTROL_STEPS - 1 :]
             return False
         keeper = self._keeper
         if keeper.memory_damaged(run, spike.step):
@@ -80,6 +160,8 @@ class SpikeKeeper:
         keeper.journal.write("alarm", None, step=spike.step, loss=check.loss, grad_norm=check.grad_norm)
         keeper.journal.write("diagnosis", diagnosis)
         run.tell(f"Guard: step {spike.step}: {' '.join(spike.evidence)}")
+        if spike.dead:
+            keeper.stop(run, diagnosis, "stopped: going on would change nothing")
         if keeper.mode != "heal":
             return False
         recent = [step for step in self._done.steps if step > spike.step - ROLLBACK_WINDOW]
@@ -87,7 +169,7 @@ class SpikeKeeper:
             keeper.journal.write("action", diagnosis, action=f"none: went back {len(recent)} times already")
             run.tell("Guard: went back often enough; going on as it is. Look at the learning rate.")
             return False
-        self._treat(run, spike, diagnosis, check.loss)
+        self._treat(run, spike, diagnosis, check)
         return True
 
     def learning_rate_factor(self, step: int) -> float:
@@ -99,6 +181,7 @@ class SpikeKeeper:
     def forget_from(self, step: int) -> None:
         """Take the steps from `step` on out of the detector's memory."""
         self._detector.forget_from(step)
+        self._past = [past for past in self._past if past.step < step]
 
     def state(self) -> dict[str, Any]:
         """Return what a checkpoint must hold, as JSON."""
@@ -112,16 +195,16 @@ class SpikeKeeper:
         self._detector = SpikeDetector.from_state(state["detector"])
         self._done = Rollbacks(list(state["steps"]), state["warm_from"], state["slowed"])
 
-    def _treat(self, run: Run, spike: Spike, diagnosis: Diagnosis, spiked_loss: float) -> None:
+    def _treat(self, run: Run, spike: Spike, diagnosis: Diagnosis, check: StepCheck) -> None:
         began, before = time.perf_counter(), run.state.step
         again = any(abs(spike.onset - step) <= NEAR for step in self._done.steps)
         done = replace(self._done, steps=[*self._done.steps, spike.onset])
         at = self._keeper.go_back(run, spike.onset - 1)
         self._done = done
-        rows = () if spike.fault == "TREND" else self._rows_to_blame(run, spike, spiked_loss)
+        rows, why = self._rows_to_blame(run, spike, check)
         if rows:
-            self._keeper.leave_out(run, diagnosis, spike.onset, rows)
-            action = f"went back to step {at} and left out {shown(rows)} at step {spike.onset}: far off there too"
+            self._keeper.leave_out(run, diagnosis, spike.step, rows)
+            action = f"went back to step {at} and left out {shown(rows)} at step {spike.step}: {why}"
         elif again or spike.fault == "TREND":
             run.scheduler.base_lrs = [rate * SLOWER for rate in run.scheduler.base_lrs]
             for group, rate in zip(run.optimizer.param_groups, run.scheduler.get_last_lr(), strict=True):
@@ -134,19 +217,22 @@ class SpikeKeeper:
         self._keeper.acted(run, replace(diagnosis, samples=rows), action, None, began, steps_redone=before - at)
 
     @torch.no_grad()
-    def _rows_to_blame(self, run: Run, spike: Spike, spiked_loss: float) -> tuple[str, ...]:
-        """Return the step's rows if they are far off at the restored weights as well."""
-        samples = tuple(run.samples_of(spike.onset - 1))
+    def _rows_to_blame(self, run: Run, spike: Spike, check: StepCheck) -> tuple[tuple[str, ...], str]:
+        """Return the step's rows if they are to blame and why: wrong labels, or far off at the restored weights too."""
+        if spike.wrong_labels:
+            end = run.tokenizer.eos_token_id
+            wrong = [sample for sample in check.samples if _count_wrong(sample, end)]
+            return tuple(row for sample in wrong for row in sample.row_ids), "their labels are not their text"
         usual = self._detector.usual_loss()
-        if not samples or usual is None or not spiked_loss > usual:
-            return ()
+        if spike.fault == "TREND" or not check.samples or usual is None or not check.loss > usual:
+            return (), ""
         state = get_random_state(run.runner.device)
-        scene = Scene(run.model, run.runner.forward, run.runner.device, spike.onset, samples,
+        scene = Scene(run.model, run.runner.forward, run.runner.device, spike.step, check.samples,
                       run.runner.tokens_per_pass, 1.0, state)  # fmt: skip
         with torch.enable_grad():
             loss = scene.rerun().loss
         set_random_state(state, run.runner.device)
         # Nearer to the spike than to what is usual, on the log scale that the detector works on.
-        if not loss > (usual * spiked_loss) ** 0.5:
-            return ()
-        return tuple(row for sample in samples for row in sample.row_ids)
+        if not loss > (usual * check.loss) ** 0.5:
+            return (), ""
+        return tuple(row for sample in check.samples for row in sample.row_ids), "far off there too"
