@@ -63,14 +63,14 @@ class ModelKeys(Keys):
     )
     trust_remote_code: bool = works(False, "Run code that a model or data set brings along.")
 
-    quantization_method: Literal["bnb", "gptq", "awq", "aqlm", "quanto", "eetq", "hqq", "mxfp4", "fp8"] = accepted(
-        "bnb", "How to quantise while loading.", why.WITH_BITS
+    quantization_method: Literal["bnb", "gptq", "awq", "aqlm", "quanto", "eetq", "hqq", "mxfp4", "fp8"] = works(
+        "bnb", "How to quantise while loading, with `quantization_bit`; `bnb` is bitsandbytes, and the only one so far."
     )
-    quantization_bit: int | None = not_yet(None, "Bits to quantise the frozen weights to.", why.QUANTIZED)
-    quantization_type: Literal["fp4", "nf4"] = accepted("nf4", "4 bit number format.", why.WITH_BITS)
-    double_quantization: bool = accepted(True, "Quantise the quantisation's constants too.", why.WITH_BITS)
-    quantization_device_map: Literal["auto"] | None = accepted(
-        None, "Spread a quantised model over devices.", why.WITH_BITS
+    quantization_bit: int | None = works(None, "Bits to quantise the frozen weights to: 4 or 8. Only with LoRA.")
+    quantization_type: Literal["fp4", "nf4"] = works("nf4", "4 bit number format.")
+    double_quantization: bool = works(True, "Quantise the quantisation's constants too (4 bit).")
+    quantization_device_map: Literal["auto"] | None = not_yet(
+        None, "Spread a quantised model over devices.", why.ONE_DEVICE
     )
 
     image_max_pixels: int = accepted(589824, "Largest image.", why.TEXT_ONLY)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from surefoot.guard.names import leaf_name
+from surefoot.model.quantized import is_quantized, named_states, restore_quantized, state_tensors, weight_of
 from surefoot.model.source import safetensors_header, weight_files
 
 if TYPE_CHECKING:
@@ -21,7 +22,7 @@ _CHUNK_WORDS = 2**22
 
 
 class WeightChecksums:
-    """Sums of a model's frozen parameters, taken once and compared later.
+    """Sums of a model's frozen parameters, taken once and compared later; a packed weight's scales are among them.
 
     A flipped bit changes its word by a power of two, so any single one changes the sum (modulo 2^64). The sums are
     taken on the device, one pass over each tensor, and read together.
@@ -76,22 +77,26 @@ class WeightChecksums:
         Returns:
             True when the tensor is as it was; otherwise it is left as it is.
         """
-        parameter = _parameter(model, name)
+        module, parameter = _place(model, weight_of(name))
         if parameter is None:
             return False
-        damaged = parameter.data.clone()
+        written = [parameter.data, *(state_tensors(module).values() if is_quantized(module) else ())]
+        damaged = [tensor.clone() for tensor in written]
         if reload_tensor(model, name, model_folder) and name not in self.changed(model):
             return True
-        parameter.data.copy_(damaged)
+        for tensor, before in zip(written, damaged, strict=True):
+            tensor.copy_(before)
         return False
 
 
 def reload_tensor(model: nn.Module, name: str, model_folder: Path | str) -> bool:
     """Read one parameter from its model's safetensors files again, in the dtype that it is held in.
 
+    A packed weight is quantised again, scales and all, or read with them where the files hold it packed.
+
     Args:
         model: the model; the parameter is changed in place.
-        name: Hugging Face name of the parameter.
+        name: Hugging Face name of the parameter, or of a packed weight's scales.
         model_folder: where the model was loaded from.
 
     Returns:
@@ -101,7 +106,10 @@ def reload_tensor(model: nn.Module, name: str, model_folder: Path | str) -> bool
     Raises:
         UserError: a weight file is cut short.
     """
-    parameter = _parameter(model, name)
+    name = weight_of(name)
+    module, parameter = _place(model, name)
+    if parameter is not None and is_quantized(module):
+        return restore_quantized(module, lambda suffix: _stored(model_folder, name, suffix))
     if parameter is None or not parameter.is_floating_point():
         return False
     stored = read_tensor(model_folder, name)
@@ -170,6 +178,7 @@ def _frozen(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         # A tensor subclass (quantised, sharded) has no plain memory of its own; a meta tensor has none at all.
         if not parameter.requires_grad and type(data) is torch.Tensor and data.numel() and not data.is_meta:
             yield name, data
+    yield from named_states(model)
 
 
 @torch.no_grad()
@@ -188,7 +197,16 @@ def _sums(model: nn.Module) -> dict[str, tuple[tuple[torch.dtype, tuple[int, ...
     }
 
 
-def _parameter(model: nn.Module, name: str) -> nn.Parameter | None:
+def _place(model: nn.Module, name: str) -> tuple[nn.Module, nn.Parameter | None]:
+    """Return the module that holds a parameter, and the parameter; None for a name that there is not."""
     named = model.named_parameters(remove_duplicate=False)
     # A trained copy bears the name of the frozen weight that it stands for.
-    return next((p for known, p in named if leaf_name(known) == name and ".modules_to_save." not in known), None)
+    found = next(((k, p) for k, p in named if leaf_name(k) == name and ".modules_to_save." not in k), None)
+    return (model, None) if found is None else (model.get_submodule(found[0].rpartition(".")[0]), found[1])
+
+
+def _stored(model_folder: Path | str, name: str, suffix: str) -> torch.Tensor | None:
+    """Read a packed weight's tensor under its name in files; 8-bit scales lie beside the weight, not under it."""
+    key = f"{name.rpartition('.')[0]}{suffix}" if suffix == ".SCB" else f"{name}{suffix}"
+    stored = read_tensor(model_folder, key)
+    return None if stored is None else stored[1]

@@ -18,6 +18,7 @@ from surefoot.guard.preflight_base import Finding, compute_dtype
 from surefoot.guard.preflight_vocabulary import head_matrix, input_matrix
 from surefoot.guard.scene import Scene
 from surefoot.model.forward import base_of
+from surefoot.model.quantized import named_states, weight_of
 
 SHOWN = 8
 # AdamW moves a weight by about the learning rate at its first steps. When fewer weights than this could move at all, a
@@ -188,6 +189,7 @@ def _judged(model: Any) -> Iterator[tuple[str, torch.Tensor, bool]]:
     """Yield every floating tensor of a model with whether it holds a value that is no number."""
     named = [(name, p.data, False) for name, p in model.named_parameters()]
     named += [(name, buffer, True) for name, buffer in model.named_buffers()]
+    named += [(name, state, False) for name, state in named_states(model)]
     looked = [(name, t, is_buffer) for name, t, is_buffer in named if _can_look(t)]
     by_device: dict[torch.device, list[torch.Tensor]] = {}
     for _, tensor, _ in looked:
@@ -226,7 +228,7 @@ def _where_from(scene: Scene, name: str) -> str:
     folder = str(getattr(base_of(scene.model).config, "_name_or_path", "") or "")
     if not folder or not Path(folder).is_dir():
         return ""
-    found = read_tensor(folder, name) if any(Path(folder).glob("*.safetensors")) else None
+    found = read_tensor(folder, weight_of(name)) if any(Path(folder).glob("*.safetensors")) else None
     if found is None:
         return ""
     file, stored = found

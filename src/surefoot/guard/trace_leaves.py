@@ -10,6 +10,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from surefoot.guard.names import leaf_name, owner_name
 from surefoot.model.forward import base_of, trained_head
+from surefoot.model.quantized import named_states
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,8 @@ class Leaves:
             self._add(name, tensor, buffer=False)
         for name, tensor in model.named_buffers():
             self._add(name, tensor, buffer=True)
+        for name, tensor in named_states(model):
+            self._add(name, tensor, buffer=False)
 
     def find(self, tensor: torch.Tensor) -> Leaf | None:
         """Find the weight or buffer that a tensor is, or is a view of.

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from surefoot.errors import UserError
+from surefoot.model.quantized import is_quantized
 from surefoot.model.source import safetensors_header
 from surefoot.model.targets import freeze_patterns, resolve_extra_modules, resolve_targets
 
@@ -166,6 +167,7 @@ def _with_lora(model: PreTrainedModel, cfg: Config, resized: bool) -> PeftModel:
     for path in paths:
         model = load_adapters(model, [path], cfg, trainable=False).merge_and_unload()
     extra = list(cfg.additional_target or [])
+    _refuse_packed(model, extra)
     if resized:
         # New tokens have new rows in the embeddings and the head; an adapter alone would neither train nor save them.
         extra += [name for name in _vocabulary_modules(model) if name not in extra]
@@ -186,6 +188,18 @@ def _with_lora(model: PreTrainedModel, cfg: Config, resized: bool) -> PeftModel:
     base = cfg.model_name_or_path
     wrapped.peft_config["default"].base_model_name_or_path = base
     return wrapped  # type: ignore[return-value]
+
+
+def _refuse_packed(model: PreTrainedModel, wanted: list[str]) -> None:
+    """Refuse to train modules whole whose weights are in 4 or 8 bits."""
+    for name, module in model.named_modules():
+        named = next((extra for extra in wanted if name == extra or name.endswith(f".{extra}")), None)
+        if named and any(is_quantized(part) for part in module.modules()):
+            raise UserError(
+                f"{named} is quantised, and packed weights cannot be trained whole",
+                hint="name it in `lora_target`, or train without `quantization_bit`",
+                key="additional_target",
+            )
 
 
 def _vocabulary_modules(model: PreTrainedModel) -> list[str]:

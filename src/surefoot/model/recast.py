@@ -8,8 +8,7 @@ from typing import Any
 
 import torch
 
-# Weights that a cast means something for. A quantised base holds integers and would be expanded by its own forward:
-# such a module needs its own way here, once the product has them.
+# Weights that a cast means something for. A quantised base holds bytes, which its layers expand to the inputs' dtype.
 CASTABLE = (torch.float16, torch.bfloat16, torch.float32)
 
 

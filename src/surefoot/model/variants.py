@@ -16,6 +16,7 @@ from surefoot.model.islands import clear_island, has_island, set_island
 from surefoot.model.recast import ieee_float32
 from surefoot.model.structure import decoder_layers, recomputes, units
 
+FUSED_NAMES = ("FusedLoraLinear", "FusedLora4bit", "FusedLora8bit")
 _OWNER = "float32 replay"
 _RANDOM_WORDS = ("dropout", "pdrop", "layerdrop", "jitter_noise")  # in attributes that hold a probability
 
@@ -144,23 +145,19 @@ def plain_lora(model: torch.nn.Module) -> Generator[None]:
         fuse_again(layers)
 
 
-def unfuse_lora(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """Give fused LoRA linears PEFT's own forward, and return them for `fuse_again`."""
+def unfuse_lora(model: torch.nn.Module) -> list[tuple[torch.nn.Module, type]]:
+    """Give fused LoRA linears PEFT's own forward, and return them with the class they had, for `fuse_again`."""
     # Without a look at PEFT where there is none: its import takes seconds.
-    layers = [m for m in model.modules() if type(m).__name__ == "FusedLoraLinear"]
-    for layer in layers:
-        layer.__class__ = type(layer).__mro__[1]
+    layers = [(m, type(m)) for m in model.modules() if type(m).__name__ in FUSED_NAMES]
+    for layer, fused in layers:
+        layer.__class__ = fused.__mro__[1]
     return layers
 
 
-def fuse_again(layers: list[torch.nn.Module]) -> None:
+def fuse_again(layers: list[tuple[torch.nn.Module, type]]) -> None:
     """Take `unfuse_lora` back."""
-    if not layers:
-        return
-    from surefoot.model.lora import FusedLoraLinear
-
-    for layer in layers:
-        layer.__class__ = FusedLoraLinear
+    for layer, fused in layers:
+        layer.__class__ = fused
 
 
 @contextlib.contextmanager

@@ -73,13 +73,16 @@ def export_model(cfg: Config, say: Callable[[str], None]) -> Export:
     from surefoot.model.load import load_for_inference
     from surefoot.run.prompts import load_prompts
 
+    refuse_quantized_base(cfg)
     device = "cpu" if cfg.export_device == "cpu" else choose_device(cfg.device).device
     tokenizer, template = load_prompts(cfg)
     logging.disable_progress_bar()
-    model = load_for_inference(cfg, tokenizer, device, work_dtype(cfg, device))
+    model = load_for_inference(cfg, tokenizer, device, work_dtype(cfg, device), original=True)
     prompts = [encode_prompt(template, tokenizer, [Message("user", text)]) for text in PROBES]
     stored, computed = stored_dtype(cfg), dtype_name(model)
     wanted = stored if cfg.infer_dtype == "auto" else cfg.infer_dtype
+    if cfg.quantization_bit:
+        say(f"The base is taken as its files hold it, not in the {cfg.quantization_bit} bits of the training.")
     say(f"Merging on {device}: stored as {stored}, merged and compared in {computed}, saved as {wanted}.")
 
     reference = logits_of(model, prompts)
@@ -134,6 +137,27 @@ def check_export_dir(cfg: Config) -> Path:
             key="export_dir",
         )
     return folder
+
+
+def refuse_quantized_base(cfg: Config) -> None:
+    """Refuse a base model whose files are quantised: an adapter cannot be merged into packed weights.
+
+    Args:
+        cfg: the settings.
+
+    Raises:
+        UserError: the checkpoint holds packed weights.
+    """
+    from surefoot.model.quantized import quantized_bits
+    from surefoot.model.source import model_config
+
+    bits = quantized_bits(model_config(cfg))
+    if bits:
+        raise UserError(
+            f"{cfg.model_name_or_path} holds {bits} bit weights, which an adapter cannot be merged into",
+            hint="name the 16 bit weights that it was made from: model_name_or_path=FOLDER",
+            key="model_name_or_path",
+        )
 
 
 def base_path(cfg: Config) -> str:
