@@ -73,6 +73,18 @@ def test_check_gives_the_document_of_the_contract(job):
     assert not (job / "run").exists()
 
 
+def test_check_plans_for_a_card_that_is_not_here(job):
+    shown = cli("check", job / "job.yaml", "--gpu", "mi300x")
+    assert shown.exit_code == 0 and "Memory on Instinct MI300X (gfx942, 192 GiB), 191.0 GiB free" in shown.stdout
+    assert "tokens a pass" in shown.stdout and "spare" in shown.stdout
+    plan = json.loads(cli("check", job / "job.yaml", "--json", "--gpu", "gfx90a").stdout)["plan"]
+    parts = plan["weights_gib"] + plan["trained_gib"] + plan["activations_gib"] + plan["loss_gib"]
+    assert plan["available_gib"] == 63.0 and plan["spare_gib"] == pytest.approx(63.0 - plan["memory_gib"], abs=0.002)
+    assert plan["memory_gib"] <= parts + 0.002
+    unknown = cli("check", job / "job.yaml", "--gpu", "mi300")
+    assert unknown.exit_code == 2 and "Instinct MI300X" in unknown.stderr
+
+
 def test_check_finds_errors_in_several_places_at_once(job):
     run = cli("check", job / "job.yaml", "--json", "template=nonesuch", f"output_dir={job / 'job.yaml'}")
     answer = json.loads(run.stdout)

@@ -45,6 +45,7 @@ class Gpu:
         override_risk: what may go wrong with it.
         kernel_min: oldest kernel whose inbox driver brings it up, or empty.
         dkms_min: oldest DKMS driver that it wants, or empty.
+        product_gib: memory of each of the products, the smallest that it is sold with; empty for shared memory.
     """
 
     gfx: str
@@ -70,6 +71,7 @@ class Gpu:
     override_risk: str = ""
     kernel_min: str = ""
     dkms_min: str = ""
+    product_gib: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -217,7 +219,7 @@ def _in_ranges(device: str, ids: tuple[str, ...]) -> bool:
 
 
 def _gpu(row: dict[str, Any]) -> Gpu:
-    listed = {"products", "pci", "compute_units", "memory_gib"}
+    listed = {"products", "pci", "compute_units", "memory_gib", "product_gib"}
     fields: dict[str, Any] = {key: tuple(value) if key in listed else value for key, value in row.items()}
     return Gpu(**fields)
 

@@ -64,3 +64,20 @@ def is_norm(module: torch.nn.Module) -> bool:
     """Tell whether a module has weights, none of them a matrix."""
     weights = list(module.parameters())
     return bool(weights) and all(weight.ndim <= 1 for weight in weights)
+
+
+def mlp_of(layer: torch.nn.Module) -> torch.nn.Module | None:
+    """Return a decoder layer's MLP, or None where it is not clear which child that is.
+
+    Args:
+        layer: the decoder layer.
+
+    Returns:
+        The only child with matrices that is no attention.
+    """
+    children = [
+        child
+        for name, child in layer.named_children()
+        if not is_norm(child) and any(True for _ in child.parameters()) and "att" not in name.lower()
+    ]
+    return children[0] if len(children) == 1 else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 from surefoot.errors import Problem, UserError
@@ -18,12 +19,13 @@ if TYPE_CHECKING:
     from surefoot.config import Config
 
 
-def check_job(cfg: Config, console: Console | None) -> dict[str, Any]:
+def check_job(cfg: Config, console: Console | None, gpu: str | None = None) -> dict[str, Any]:
     """Check a job's machine, folder, trackers, optimizer, tokenizer, template and data, and forecast its memory.
 
     Args:
         cfg: the settings, already valid by themselves.
         console: where the data report and progress go; None shows nothing.
+        gpu: a card that is not here, to plan the memory for; None for this machine.
 
     Returns:
         {"ok", "errors", "warnings", "data", "plan"}; every error that was found, not only the first.
@@ -31,13 +33,14 @@ def check_job(cfg: Config, console: Console | None) -> dict[str, Any]:
     errors: list[Problem] = []
     _try(errors, lambda: wanted_trackers(cfg))
     _try(errors, lambda: RunFolder.of(cfg).check(cfg))
-    device = _try(errors, lambda: _device(cfg))
+    memory = _try(errors, lambda: _memory(cfg, gpu))
     _try(errors, lambda: _start(cfg))
     _try(errors, lambda: _arguments(cfg))
     data = _try(errors, lambda: _data(cfg, console)) or {}
     plan: dict[str, Any] = {}
-    if data:
-        plan = _try(errors, lambda: _plan(cfg, data, device or "cpu")) or {}
+    numbers = _try(errors, lambda: _trainables(cfg, weights=gpu is None)) if data else None
+    if numbers and memory:
+        plan = _try(errors, lambda: _plan(cfg, data, memory, numbers)) or {}
     warnings = [*cfg.warnings, *(Problem(text) for text in data.get("warnings", []))]
     return {
         "ok": not errors,
@@ -61,10 +64,18 @@ def _try(errors: list[Problem], step: Callable[[], Any]) -> Any:
         return None
 
 
-def _device(cfg: Config) -> str:
-    from surefoot.machine.device import choose_device
+def _memory(cfg: Config, gpu: str | None) -> tuple[str, float, bool]:
+    """Return where the run would be, the bytes that are free there, and whether that is a CPU."""
+    if gpu is not None:
+        from surefoot.machine.cards import find_card
 
-    return choose_device(cfg.device).device
+        card = find_card(gpu)
+        return f"{card.name} ({card.gfx}, {card.memory_gib} GiB)", card.free_bytes, False
+    from surefoot.machine.device import choose_device
+    from surefoot.model.memory import free_memory
+
+    device = choose_device(cfg.device).device
+    return f"this machine ({device})", free_memory(device), device == "cpu"
 
 
 def _start(cfg: Config) -> None:
@@ -103,9 +114,50 @@ def _arguments(cfg: Config) -> None:
     build_scheduler(build_optimizer(torch.nn.Linear(1, 1), cfg), cfg, total_steps=10)
 
 
-def _plan(cfg: Config, data: dict[str, Any], device: str) -> dict[str, Any]:
-    from surefoot.model.memory import forecast
+def _trainables(cfg: Config, *, weights: bool) -> tuple[int, int]:
+    """Put adapters on a model without storage; return how many numbers would be trained, and how many there are.
+
+    Args:
+        cfg: the settings.
+        weights: whether its weights must be there.
+
+    Returns:
+        Both counts.
+
+    Raises:
+        UserError: the model's weights or its adapter targets do not exist.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from surefoot.model.adapters import prepare_trainables
+    from surefoot.model.source import model_config, model_path, weight_files
+
+    if weights and not cfg.train_from_scratch:
+        weight_files(model_path(cfg))
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(model_config(cfg), trust_remote_code=cfg.trust_remote_code)
+        fresh = cfg.model_copy(update={"adapter_name_or_path": None})
+        wrapped = prepare_trainables(model, fresh, torch.float32, resized=False)
+    sizes = [(p.numel(), p.requires_grad) for p in wrapped.parameters()]
+    return sum(size for size, trained in sizes if trained), sum(size for size, _ in sizes)
+
+
+def _plan(
+    cfg: Config, data: dict[str, Any], memory: tuple[str, float, bool], numbers: tuple[int, int]
+) -> dict[str, Any]:
+    from surefoot.model.forecast import forecast
 
     # How long a stream's rows are shows only while it is read: the plan is for the longest that the YAML allows.
     lengths = data["lengths"] or {"max": cfg.cutoff_len, "mean": cfg.cutoff_len}
-    return forecast(cfg, {"longest": lengths["max"], "mean": lengths["mean"]}, device)
+    where, free_bytes, cpu = memory
+    lengths = {"longest": lengths["max"], "mean": lengths["mean"]}
+    plan = forecast(cfg, lengths, free_bytes=free_bytes, cpu=cpu, numbers=numbers)
+    per_step = cfg.per_device_train_batch_size * cfg.gradient_accumulation_steps
+    return {
+        "where": where,
+        "passes": max(1, math.ceil(per_step * lengths["mean"] / plan.tokens_per_pass)),
+        **plan.to_json(),
+        "trainable_parameters": numbers[0],
+        "parameters": numbers[1],
+    }

@@ -67,6 +67,9 @@ def training_metrics(result: TrainResult) -> dict[str, Any]:
     if result.seconds > 0:
         metrics["train_samples_per_second"] = round(result.samples / result.seconds, 3)
         metrics["train_tokens_per_second"] = round(result.tokens / result.seconds, 3)
+    if result.memory_gib is not None:
+        metrics["train_memory_gib"] = result.memory_gib
+        metrics["train_planned_memory_gib"] = result.planned_memory_gib
     if result.stopped_by:
         metrics["stopped_by"] = result.stopped_by
     return metrics

@@ -113,6 +113,8 @@ class TrainResult:
         tokens: real tokens trained on in this process.
         stopped_by: empty when the run was done; "signal" or "early stopping" when it was ended before.
         best_step: the step whose evaluation was best, when `load_best_model_at_end` asked for it.
+        memory_gib: peak of device memory allocated while training; None on a CPU.
+        planned_memory_gib: what the plan gives for the largest pass that was run; None on a CPU.
     """
 
     steps: int
@@ -123,6 +125,8 @@ class TrainResult:
     tokens: int
     stopped_by: str = ""
     best_step: int | None = None
+    memory_gib: float | None = None
+    planned_memory_gib: float | None = None
 
 
 class Listener(Protocol):

@@ -8,12 +8,13 @@ from typing import Any
 
 import torch
 
-from surefoot.data.batch import PackedBatch
+from surefoot.data.batch import PackedBatch, split_into_passes
 from surefoot.data.messages import Sample
 from surefoot.errors import WorkError
 from surefoot.guard.check import DeviceCheck, check_gradients
 from surefoot.guard.scene import Scene
 from surefoot.model.forward import LossForward
+from surefoot.model.memory import MemoryPlan
 from surefoot.model.randomness import get_random_state, set_random_state
 from surefoot.train.loss_scale import LossScale
 
@@ -45,6 +46,10 @@ class StepRunner:
         tokens_per_pass: most tokens in one pass; halved when memory runs out.
         before_pass: called with each batch before it runs (NEFTune hears of the rows' lengths).
         tell: called with a sentence for the person.
+        plan: of its memory.
+        recompute_more: called when the longest row alone does not fit; returns False when it can do nothing.
+        largest_pass: tokens of the largest pass that was run, and fitted.
+        most_passes: of a step that was run.
         trained: the trained parameters by name.
     """
 
@@ -55,6 +60,10 @@ class StepRunner:
     tokens_per_pass: int
     before_pass: Callable[[PackedBatch], None] | None = None
     tell: Callable[[str], None] = print
+    plan: MemoryPlan | None = None
+    recompute_more: Callable[[], bool] | None = None
+    largest_pass: int = 0
+    most_passes: int = 0
     trained: dict[str, torch.nn.Parameter] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -83,12 +92,15 @@ class StepRunner:
                 random_state, self.before_pass,
             )  # fmt: skip
             try:
-                losses, rows = scene.run_passes()
+                passes = scene.run_passes()
             except torch.OutOfMemoryError as error:
                 self._shrink(samples, error)
                 set_random_state(random_state, self.device)
                 continue
-            return Attempt(scene, check_gradients(step, self.trained, losses, rows, self.scale.value))
+            self._remember(samples)
+            check = check_gradients(step, self.trained, passes.losses, passes.rows, self.scale.value)
+            check.chance, check.samples = torch.stack(passes.chances).sum(), scene.samples
+            return Attempt(scene, check)
 
     def finish_gradients(self, check: DeviceCheck, max_norm: float | None) -> None:
         """Take the loss scale off the gradients and clip them, on the device.
@@ -108,12 +120,21 @@ class StepRunner:
 
     def _shrink(self, samples: Sequence[Sample], error: BaseException) -> None:
         longest = max(len(sample.input_ids) for sample in samples)
-        if self.tokens_per_pass <= max(MIN_PASS_TOKENS, longest):
+        if self.tokens_per_pass > max(MIN_PASS_TOKENS, longest):
+            self.tokens_per_pass = max(MIN_PASS_TOKENS, longest, self.tokens_per_pass // 2)
+            remedy = f"{self.tokens_per_pass} tokens a pass"
+        elif self.recompute_more is not None and self.recompute_more():
+            remedy = "all decoder layers recomputed in the backward pass"
+        else:
             raise WorkError(
                 f"one row of {longest} tokens does not fit into the device's memory",
                 hint="lower cutoff_len, or train fewer parameters",
             ) from error
-        self.tokens_per_pass = max(MIN_PASS_TOKENS, longest, self.tokens_per_pass // 2)
         self.model.zero_grad(set_to_none=True)
         torch.cuda.empty_cache()
-        self.tell(f"Out of memory: going on with {self.tokens_per_pass} tokens a pass; the step is computed again.")
+        self.tell(f"Out of memory: going on with {remedy}; the step is computed again.")
+
+    def _remember(self, samples: Sequence[Sample]) -> None:
+        passes = split_into_passes(samples, self.tokens_per_pass)
+        self.largest_pass = max(self.largest_pass, *(sum(len(s.input_ids) for s in group) for group in passes))
+        self.most_passes = max(self.most_passes, len(passes))
