@@ -28,6 +28,7 @@ PYTHON = SCRIPTS / ("python.exe" if os.name == "nt" else "python")
 DONE = VENV / "surefoot-setup.json"
 LOG = VENV / "surefoot-setup.log"
 TORCH = "torch==2.13.0"  # what is installed where there is no torch at all
+TRITON = "triton==3.7.1"  # with a torch that has none: checks what our kernels become on GPUs that are not here
 OLDEST = (3, 10)
 ROOM_GIB = 4
 QUICKSTART = "examples/quickstart.yaml"
@@ -219,6 +220,9 @@ def environment(**more: str) -> dict[str, str]:
 def test() -> int:
     """Every check; all of them run, so that one go shows all that is wrong."""
     set_up(["demo", "dev"])
+    if sys.platform == "linux" and not run_python(PYTHON, "import triton; print(triton.__version__)"):
+        say(f"installing {TRITON}, which your torch comes without")
+        pip("install", "--no-deps", TRITON)  # not an extra: torch for CUDA and ROCm bring and pin their own
     code = [name for name in ("src", "tests", "examples", "benchmarks", "docs", "go.py") if (ROOT / name).exists()]
     documented = [name for name in code if name != "tests"]
     with tempfile.TemporaryDirectory() as site:

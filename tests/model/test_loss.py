@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch.nn import functional as F
 
 from surefoot.model import loss as loss_module
-from surefoot.model.loss import LogitShape, linear_cross_entropy
+from surefoot.model.loss import LogitShape, linear_cross_entropy, logits_cross_entropy
 
 
 def reference(hidden, weight, bias, targets, shape, smoothing):
@@ -40,13 +40,25 @@ def test_equals_torch_in_value_and_gradients(tokens, vocabulary, scale, softcap,
     expected, logits = reference(hidden, weight, bias, targets, shape, smoothing)
     expected_grads = torch.autograd.grad(expected * 0.3, leaves)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loss_module, "chunk_rows", lambda _: chunk)
+        patch.setattr(loss_module, "chunk_rows", lambda *_: chunk)
         found = linear_cross_entropy(hidden, weight, bias, targets, shape=shape, label_smoothing=smoothing)
         grads = torch.autograd.grad(found.loss * 0.3, leaves)
     torch.testing.assert_close(found.loss.double(), expected, rtol=1e-5, atol=1e-5)
     assert int(found.correct) == int((logits.argmax(-1) == targets).sum())
+    # The mean over all labels that a token could have had.
+    by_lot = (logits.logsumexp(-1, keepdim=True) - logits).mean(-1).sum()
+    torch.testing.assert_close(found.chance.double(), by_lot, rtol=1e-5, atol=1e-4)
+    assert not found.chance.requires_grad
     for ours, theirs in zip(grads, expected_grads, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+def test_chance_of_a_large_vocabulary_is_near_the_mean_over_all_of_it():
+    generator = torch.Generator().manual_seed(0)
+    logits = 3 * torch.randn(16, 100_003, generator=generator)
+    whole = (logits.logsumexp(-1, keepdim=True) - logits).mean(-1).sum()
+    sums = logits_cross_entropy(logits, torch.zeros(16, dtype=torch.int64))
+    torch.testing.assert_close(sums.chance, whole, rtol=0.02, atol=0.0)
 
 
 def test_frozen_head_gets_no_gradient_and_costs_no_buffer():
