@@ -369,6 +369,7 @@ def r23_tie(lab: Lab) -> Case:
 def r23_leak(lab: Lab) -> Case:
     from transformers import AttentionInterface
 
+    from surefoot.data.batch import lay_out
     from surefoot.model.attention import EAGER_NAME, packed_eager
 
     model = lab.model()
@@ -377,7 +378,7 @@ def r23_leak(lab: Lab) -> Case:
 
     def leaky(module: Any, query: Any, key: Any, value: Any, mask: Any = None, scaling: Any = None,
               dropout: float = 0.0, **kwargs: Any) -> Any:  # fmt: skip
-        kwargs["packed_layout"] = type(kwargs["packed_layout"])((), torch.empty(0), (query.shape[2],))
+        kwargs["packed_layout"] = lay_out((query.shape[2],))
         return packed_eager(module, query, key, value, mask, scaling, dropout, **kwargs)
 
     AttentionInterface.register(EAGER_NAME, leaky)

@@ -10,6 +10,7 @@ import torch
 from fault_runs import close, pattern_rows
 from plants import element, flip_bit, noisy_rows
 
+from surefoot.data.batch import lay_out
 from surefoot.errors import UserError, WorkError
 
 V_PROJ = "model.layers.3.self_attn.v_proj"
@@ -223,7 +224,7 @@ def test_r23_rows_that_leak_into_each_other_run_alone(job):
     run, single = job(fp16=None, compute_dtype="float32"), job(fp16=None, compute_dtype="float32", memory=24)
 
     def leaky(module, query, key, value, mask=None, scaling=None, dropout=0.0, **kwargs):
-        kwargs["packed_layout"] = type(kwargs["packed_layout"])((), torch.empty(0), (query.shape[2],))
+        kwargs["packed_layout"] = lay_out((query.shape[2],))
         return packed_eager(module, query, key, value, mask, scaling, dropout, **kwargs)
 
     try:

@@ -31,14 +31,21 @@ class AttentionLayout:
         index_S: the packed position of every slot of every bucket, then for each packed token its slot among all
             of them, int64 [slots + tokens]. A padding slot repeats its row's last token; nobody reads its result.
         shapes_2B: rows and slots a row of each bucket, one after the other, int64 [2 · buckets], always on the CPU.
+        bounds_N: where each attention span begins in packed order, and where the last one ends, int32 [spans + 1].
         lengths: tokens of each attention span, in packed order; padding tokens are the last span.
-        padding: tokens at the end of the pass that stand for nothing; attention gives zero for them.
+        padding: tokens at the end of the pass that stand for nothing; nobody reads what attention gives for them.
     """
 
     index_S: torch.Tensor
     shapes_2B: torch.Tensor
+    bounds_N: torch.Tensor
     lengths: tuple[int, ...]
     padding: int = 0
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """All that a compiled layer needs of the layout."""
+        return self.index_S, self.shapes_2B, self.bounds_N
 
     @cached_property
     def parts(self) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
@@ -108,7 +115,7 @@ class PackedBatch:
             # Pinned, or the copy would wait until the GPU has done all work before it.
             return tensor.pin_memory().to(device, non_blocking=True)
 
-        layout = replace(self.layout, index_S=send(self.layout.index_S))
+        layout = replace(self.layout, index_S=send(self.layout.index_S), bounds_N=send(self.layout.bounds_N))
         return PackedBatch(
             send(self.input_ids_1T), send(self.position_ids_1T), layout, send(self.trained_K), send(self.targets_K),
             self.row_ids,
@@ -231,4 +238,5 @@ def lay_out(lengths: Sequence[int], padding: int = 0) -> AttentionLayout:
         shapes += bucket_NL.shape
     spans = tuple(int(n) for n in lengths) + ((padding,) if padding else ())
     index_S = torch.from_numpy(np.concatenate([*index, slots_T]))
-    return AttentionLayout(index_S, torch.tensor(shapes), spans, padding)
+    bounds_N = torch.from_numpy(np.cumsum([0, *spans], dtype=np.int32))
+    return AttentionLayout(index_S, torch.tensor(shapes), bounds_N, spans, padding)

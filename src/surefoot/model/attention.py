@@ -190,7 +190,9 @@ def _as_one_operator(
     dropout: float,
     kwargs: dict[str, Any],
 ) -> torch.Tensor:
-    """Attend by the operator of `attention_op`; the layout is its two tensors, as `compiled` hands it in."""
+    """Attend by the operator of `attention_op`; the layout is its tensors, as `compiled` hands it in."""
+    from surefoot.model.attention_op import packed_attention  # which imports this module
+
     if kwargs.get("s_aux") is not None:
         raise NotImplementedError("attention sinks are not supported in packed attention")
     if dropout > 0.0:
@@ -199,13 +201,11 @@ def _as_one_operator(
     if torch.is_autocast_enabled(device):  # as autocast does for the products of the plain path
         dtype = torch.get_autocast_dtype(device)
         query_1HTD, key_1GTD, value_1GTD = query_1HTD.to(dtype), key_1GTD.to(dtype), value_1GTD.to(dtype)
-    index_S, shapes_2B = kwargs["packed_layout"]
     scale = scaling if scaling is not None else 1.0 / math.sqrt(query_1HTD.shape[-1])
-    out_1THD, _ = torch.ops.surefoot.packed_attention(
-        query_1HTD, key_1GTD, value_1GTD, index_S, shapes_2B,
-        float(scale), float(kwargs.get("softcap") or 0.0), int(kwargs.get("sliding_window") or 0), kernel,
+    return packed_attention(
+        query_1HTD, key_1GTD, value_1GTD, kwargs["packed_layout"], scale=float(scale),
+        softcap=float(kwargs.get("softcap") or 0.0), window=int(kwargs.get("sliding_window") or 0), kernel=kernel,
     )  # fmt: skip
-    return out_1THD
 
 
 def _in_score_dtype(

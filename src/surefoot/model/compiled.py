@@ -10,14 +10,17 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from surefoot.model.forward import base_of
 from surefoot.model.structure import decoder_layers
+
+if TYPE_CHECKING:
+    from surefoot.model.lora_group import LoraGroup
 
 # Passes are filled up to a multiple of this many tokens: matrix products and the allocator see few sizes, and short
 # chats (1,500 tokens a step) pay 2 % for it on average.
@@ -28,12 +31,28 @@ MAX_VARIANTS = 64
 CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 
 
-def compile_layers(model: torch.nn.Module, *, tell: Callable[[str], None] | None = None, **options: Any) -> list[str]:
+def is_wanted(asked: bool | None, device: str) -> bool:
+    """Say whether a run's layers are compiled.
+
+    Args:
+        asked: the YAML's `compile`.
+        device: where the model lives, as torch names it.
+
+    Returns:
+        What was asked for; unset, True on a GPU: a CPU gains little by it.
+    """
+    return device != "cpu" if asked is None else asked
+
+
+def compile_layers(
+    model: torch.nn.Module, *, tell: Callable[[str], None] | None = None, fp8: bool = False, **options: Any
+) -> list[str]:
     """Compile every decoder layer; the work is done at the first forward.
 
     Args:
         model: the model, wrapped by PEFT or not; changed in place.
         tell: called with a sentence for the person: how long compiling took, and what could not be compiled.
+        fp8: multiply with the frozen weights of LoRA linears in 8-bit floats.
         **options: for `torch.compile`, beside `dynamic=True` and `fullgraph=True`.
 
     Returns:
@@ -42,7 +61,7 @@ def compile_layers(model: torch.nn.Module, *, tell: Callable[[str], None] | None
     keep_compiled_code()
     warm_up = _WarmUp(tell or _say_nothing)
     for layer in decoder_layers(model):
-        start_compiling(layer, warm_up=warm_up, name=_name_in(model, layer), **options)
+        start_compiling(layer, warm_up=warm_up, name=_name_in(model, layer), fp8=fp8, **options)
     return compiled_layers(model)
 
 
@@ -69,24 +88,35 @@ def compiled_layers(model: torch.nn.Module) -> list[str]:
     return [name for name, module in base_of(model).named_modules() if is_compiled(module)]
 
 
+def computes_in_fp8(model: torch.nn.Module) -> bool:
+    """Tell whether a compiled layer multiplies in 8-bit floats."""
+    calls = [module._compiled_call_impl for module in base_of(model).modules()]
+    return any(group.narrow is not None for call in calls if call is not None for group in getattr(call, "groups", ()))
+
+
 def is_compiled(layer: torch.nn.Module) -> bool:
     """Tell whether a module runs compiled."""
     return layer._compiled_call_impl is not None
 
 
-def start_compiling(layer: torch.nn.Module, *, warm_up: _WarmUp | None = None, name: str = "", **options: Any) -> None:
+def start_compiling(
+    layer: torch.nn.Module, *, warm_up: _WarmUp | None = None, name: str = "", fp8: bool = False, **options: Any
+) -> None:
     """Compile one layer. Token counts differ from pass to pass, so sizes are taken as dynamic.
 
     Args:
         layer: the layer; changed in place.
         warm_up: who counts the time; None for nobody.
         name: for messages.
+        fp8: multiply with the frozen weights of LoRA linears in 8-bit floats.
         **options: for `torch.compile`.
     """
     import surefoot.model.attention_op  # noqa: F401  registers the operator that compiled attention calls
+    from surefoot.model.lora_group import group_lora
 
     warm_up = warm_up or _WarmUp(_say_nothing)
-    layer._compiled_call_impl = _CompiledLayer(layer, name or type(layer).__name__, warm_up, options)
+    groups = group_lora(layer, narrow=fp8)
+    layer._compiled_call_impl = _CompiledLayer(layer, name or type(layer).__name__, groups, warm_up, options)
 
 
 def stop_compiling(layer: torch.nn.Module) -> None:
@@ -97,11 +127,15 @@ def stop_compiling(layer: torch.nn.Module) -> None:
 class _CompiledLayer:
     """What a compiled layer's call goes through."""
 
-    def __init__(self, layer: torch.nn.Module, name: str, warm_up: _WarmUp, options: dict[str, Any]) -> None:
+    def __init__(
+        self, layer: torch.nn.Module, name: str, groups: list[LoraGroup], warm_up: _WarmUp, options: dict[str, Any]
+    ) -> None:
         self.layer = layer
         self.name = name
+        self.groups = groups
         self.warm_up = warm_up
         self.called = False
+        self.settings = _compiler_settings()
         warm_up.awaited += 1
         chosen: dict[str, Any] = {"dynamic": True, "fullgraph": True} | options
         self.call: Callable[..., Any] = torch.compile(layer._call_impl, **chosen)
@@ -109,11 +143,15 @@ class _CompiledLayer:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch._C._len_torch_dispatch_stack():
             return self.layer._call_impl(*args, **kwargs)  # somebody watches each operation: none may be hidden
+        for group in self.groups:
+            group.look()
         layout = kwargs.get("packed_layout")
-        inputs = kwargs if layout is None else kwargs | {"packed_layout": (layout.index_S, layout.shapes_2B)}
+        inputs = kwargs if layout is None else kwargs | {"packed_layout": layout.tensors}
         began = time.perf_counter()
         try:
-            with _compiler_settings():
+            with contextlib.ExitStack() as stack:
+                for setting in self.settings:
+                    stack.enter_context(setting)
                 output = self.call(*args, **inputs)
         except _failures() as error:
             stop_compiling(self.layer)
@@ -152,17 +190,22 @@ class _WarmUp:
         self.tell(f"{name} runs uncompiled: {reason[:300]}" if first else f"{name} runs uncompiled too.")
 
 
-@contextlib.contextmanager
-def _compiler_settings() -> Generator[None]:
-    """Set what a compile during a call shall go by; a call that compiles nothing is not touched by it."""
+def _compiler_settings() -> list[contextlib.AbstractContextManager[Any]]:
+    """Return what a compile during a call shall go by; to be entered at each call, whether it compiles or not."""
     import torch._dynamo.config as dynamo
     import torch._functorch.config as functorch
+    import torch.fx.experimental._config as symbols
 
-    limits = {"recompile_limit": MAX_VARIANTS, "accumulated_recompile_limit": 16 * MAX_VARIANTS}
+    limits: dict[str, Any] = {"recompile_limit": MAX_VARIANTS, "accumulated_recompile_limit": 16 * MAX_VARIANTS}
+    # Grouped LoRA hands outputs from one linear to the next by an attribute, empty again when the layer is done: that
+    # need not be done again where a layer or its MLP is recomputed.
+    side_effects = "skip_fwd_side_effects_in_bwd_under_checkpoint"
+    limits |= {side_effects: True} if hasattr(dynamo, side_effects) else {}
+    # Sizes that happen to be equal the first time are different things: spans, buckets, tokens.
+    settings = [dynamo.patch(limits), symbols.patch({"use_duck_shape": False})]  # type: ignore[attr-defined]
     # The backward graph at once too: what it fails at must show here, where the layer can still run eagerly.
     early = "force_non_lazy_backward_lowering"
-    with dynamo.patch(limits), functorch.patch({early: True} if hasattr(functorch, early) else {}):
-        yield
+    return [*settings, functorch.patch({early: True})] if hasattr(functorch, early) else settings
 
 
 def _failures() -> tuple[type[BaseException], ...]:

@@ -45,7 +45,8 @@ class LossForward:
             batch: on the model's device, with at least one trained token.
 
         Returns:
-            The loss summed over the trained tokens, with its graph, and the count of correct predictions.
+            The loss summed over the trained tokens, with its graph, the count of correct predictions, and the loss by
+            chance.
         """
         smoothing = self.label_smoothing if self.model.training else 0.0
         with self.precision(batch.input_ids_1T.device.type):

@@ -10,15 +10,24 @@ Legend of tensor suffixes: T tokens, I inputs, O outputs, R rank.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from peft.tuners.lora.layer import Linear
 from torch.nn import functional as F
 
+if TYPE_CHECKING:
+    from surefoot.model.lora_group import LoraGroup
+
 
 class FusedLoraLinear(Linear):
-    """A LoRA linear whose plain case is one autograd function; any other case is PEFT's own forward."""
+    """A LoRA linear whose plain case is one autograd function; any other case is PEFT's own forward.
+
+    Attributes:
+        group: in a compiled layer, the linears that are computed together with this one.
+    """
+
+    group: LoraGroup | None = None
 
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Compute the layer.
@@ -31,11 +40,10 @@ class FusedLoraLinear(Linear):
         Returns:
             Outputs, [..., outputs], in the base layer's dtype.
         """
-        if args or kwargs or not self._is_plain():
+        if args or kwargs or not self.is_plain():
             return super().forward(x, *args, **kwargs)
-        (adapter,) = self.active_adapters
         base = self.get_base_layer()
-        a_RI, b_OR = self.lora_A[adapter].weight, self.lora_B[adapter].weight
+        a_RI, b_OR, scale = self.adapter()
         device = x.device.type
         if torch.is_autocast_enabled(device):
             compute = torch.get_autocast_dtype(device)
@@ -43,12 +51,29 @@ class FusedLoraLinear(Linear):
         else:
             compute, rank_dtype = x.dtype, a_RI.dtype
         with torch.autocast(device, enabled=False):
+            if torch.compiler.is_compiling() and self.group and rank_dtype == compute and self.group.fits(compute):
+                y = self.group.output_of(self, x, compute)
+                if y is not None:
+                    return y
             y_TO = _LoraLinear.apply(
-                x.to(compute).flatten(0, -2), base.weight, base.bias, a_RI, b_OR, self.scaling[adapter], rank_dtype
+                x.to(compute).flatten(0, -2), base.weight, base.bias, a_RI, b_OR, scale, rank_dtype
             )
         return y_TO.view(*x.shape[:-1], y_TO.shape[-1])
 
-    def _is_plain(self) -> bool:
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave the group out of copies: their weights lie elsewhere."""
+        return {name: value for name, value in super().__getstate__().items() if name != "group"}
+
+    def adapter(self) -> tuple[torch.Tensor, torch.Tensor, float]:
+        """Return A [rank, inputs], B [outputs, rank] and the scale of the one active adapter."""
+        (name,) = self.active_adapters
+        a: Any = self.lora_A[name]
+        b: Any = self.lora_B[name]
+        # float(): a number that torch's compiler first meets inside one autograd function is lost to the next.
+        return a.weight, b.weight, float(self.scaling[name])
+
+    def is_plain(self) -> bool:
+        """Say whether this is the plain case now: one adapter, frozen float base, nothing else in between."""
         if self.disable_adapters or self.merged or len(self.active_adapters) != 1:
             return False
         adapter = self.active_adapters[0]
