@@ -144,6 +144,9 @@ def test_one_clear_problem(given, message, hint):
             "multiple",
         ),
         ({"use_cpu": True, "device": "cuda"}, "device", "`use_cpu`"),
+        ({"fp8": True, "finetuning_type": "full"}, "fp8", "trains them"),
+        ({"fp8": True, "quantization_bit": 4}, "fp8", "quantization_bit"),
+        ({"fp8": True, "compile": False}, "fp8", "compiled layers"),
     ],
     ids=str,
 )

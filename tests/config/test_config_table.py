@@ -56,7 +56,8 @@ def test_defaults_are_valid_values_of_their_keys():
 def test_what_is_not_there_yet_is_refused_by_name(info):
     wanted = {bool: not info.default, int: 4, float: 0.5, str: "x"}
     kind = next((kind for kind in info.types if kind in wanted), None)
-    value = wanted[kind] if kind else "convert" if info.name == "mixture_of_depths" else "desc_init"
+    words = {"mixture_of_depths": "convert", "quantization_device_map": "auto"}
+    value = wanted[kind] if kind else words.get(info.name, "desc_init")
     if info.name in ("deepspeed", "accelerator_config", "parallelism_config"):
         value = {"a": 1}
     purpose = info.purposes[0]

@@ -27,6 +27,8 @@ def contradictions(values: Values, given: Values, purpose: Purpose) -> Iterator[
         yield Problem("is missing: which model?", hint, key="model_name_or_path")
     yield from _long_names(values)
     yield from _adapters(values)
+    yield from _quantization(values, purpose)
+    yield from _fp8(values)
     yield from _device(values, given)
     if purpose in TRAIN:
         yield from _data(values, given)
@@ -53,6 +55,46 @@ def _adapters(values: Values) -> Iterator[Problem]:
         message = f"adapters go with `finetuning_type: lora`, not {values['finetuning_type']}"
         hint = "merge them first with `surefoot export`, or set `finetuning_type: lora`"
         yield Problem(message, hint, key="adapter_name_or_path")
+
+
+def _quantization(values: Values, purpose: Purpose) -> Iterator[Problem]:
+    """Check what does not go with weights in 4 or 8 bits, as LLaMA-Factory does."""
+    key, bits = "quantization_bit", values["quantization_bit"]
+    if bits is None or purpose == "export":  # an export merges into the weights as the files hold them
+        return
+    if values["quantization_method"] != "bnb":
+        message = f"{values['quantization_method']} is not supported yet"
+        yield Problem(message, "leave it out for bitsandbytes", key="quantization_method")
+    elif bits not in (4, 8):
+        yield Problem(f"is {bits}, but bitsandbytes has 4 and 8 bits", "write `quantization_bit: 4`", key=key)
+    if values["finetuning_type"] != "lora":
+        message = f"is for `finetuning_type: lora`, not {values['finetuning_type']}: packed weights cannot be trained"
+        yield Problem(message, "remove it, or set `finetuning_type: lora`", key=key)
+    for grown in ("resize_vocab", "add_tokens", "add_special_tokens"):
+        if values[grown]:
+            hint = f"remove it, or train without `{key}`"
+            yield Problem("adds rows to the embeddings, which a quantised model cannot have", hint, key=grown)
+    if values["create_new_adapter"] and values["adapter_name_or_path"]:
+        hint = "merge the old adapter first with `surefoot export`"
+        yield Problem("merges the old adapter, which quantised weights cannot take", hint, key="create_new_adapter")
+    if len(values["adapter_name_or_path"] or []) > 1:
+        hint = "merge them first with `surefoot export`"
+        yield Problem("names several adapters, but a quantised model takes one", hint, key="adapter_name_or_path")
+    if values["train_from_scratch"]:
+        yield Problem("leaves no weights to quantise", f"remove it, or remove `{key}`", key="train_from_scratch")
+
+
+def _fp8(values: Values) -> Iterator[Problem]:
+    """Check what frozen weights in 8-bit floats ask for: adapters over plain weights, in compiled layers."""
+    if not values["fp8"]:
+        return
+    if values["finetuning_type"] != "lora":
+        message = f"holds frozen weights in 8 bits, and `finetuning_type: {values['finetuning_type']}` trains them"
+        yield Problem(message, "remove it, or set `finetuning_type: lora`", key="fp8")
+    if values["quantization_bit"] is not None:
+        yield Problem("does not go with `quantization_bit`", "remove one of them", key="fp8")
+    if values["compile"] is False:
+        yield Problem("is computed by compiled layers", "remove `compile: false`", key="fp8")
 
 
 def _device(values: Values, given: Values) -> Iterator[Problem]:

@@ -35,7 +35,11 @@ class SurefootKeys(Keys):
         "Compute as another card does: `gfx90a` flushes subnormal numbers in float16 and bfloat16 matrix products.",
         purposes=TRAIN,
     )
-    compile: bool = works(False, "Compile each decoder layer: faster steps after a slower first one.", purposes=TRAIN)
+    compile: bool | None = works(
+        None,
+        "Compile each decoder layer: faster steps after a slower first one. Unset: on a GPU yes, on a CPU no.",
+        purposes=TRAIN,
+    )
     memory: Annotated[int, Field(ge=1)] | Literal["auto"] = works(
         "auto", "Tokens that one forward and backward pass may hold; `auto` plans it from the device.", purposes=TRAIN
     )

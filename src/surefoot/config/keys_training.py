@@ -65,9 +65,9 @@ class TrainingKeys(Keys):
     fp16_opt_level: str = accepted("O1", "Apex's level.", why.TORCH_AUTOCAST)
     half_precision_backend: Literal["auto", "apex", "cpu_amp"] = accepted("auto", "Old.", why.TORCH_AUTOCAST)
     fp16_backend: Literal["auto", "apex", "cpu_amp"] = accepted("auto", "Old.", why.TORCH_AUTOCAST)
-    fp8: bool = not_yet(False, "Train in 8 bit floating point.", why.FP8)
-    fp8_backend: str = accepted("auto", "What computes in FP8.", why.only_with("fp8"))
-    fp8_enable_fsdp_float8_all_gather: bool = accepted(False, "Gather in FP8.", why.only_with("fp8"))
+    fp8: bool = works(False, "Multiply with the frozen weights of LoRA in 8 bit floating point, on a GPU that can.")
+    fp8_backend: str = accepted("auto", "What computes in FP8.", why.FP8_BY_TORCH)
+    fp8_enable_fsdp_float8_all_gather: bool = accepted(False, "Gather in FP8.", why.FP8_BY_TORCH)
 
     seed: int = works(42, "Random seed.", ge=0, le=2**32 - 1)
     data_seed: int | None = works(None, "Seed of the order of samples; default: `seed`.", ge=0, le=2**32 - 1)

@@ -134,7 +134,6 @@ RAY = Reason(
 )
 PROFILER = only_with("enable_torch_profiler")
 UPLOAD_DETAIL = only_with("push_to_hub")
-WITH_BITS = only_with("quantization_bit")
 WITH_VLLM = only_with("infer_backend: vllm")
 WITH_SGLANG = only_with("infer_backend: sglang")
 WITH_PREFERENCES = only_with("stage: dpo")
@@ -152,9 +151,9 @@ WITH_FSDP = only_with("fsdp")
 WITH_EXPORT_BITS = only_with("export_quantization_bit")
 
 # Not yet: refused by name, with what to use instead.
-QUANTIZED = Reason(
-    "Training on 4 or 8 bit weights comes in a later version; leave it out and train LoRA on the 16 bit weights.",
-    "4/8 位量化训练将在后续版本提供；请去掉该键，在 16 位权重上做 LoRA 训练。",
+ONE_DEVICE = Reason(
+    "A model lives on one device so far; leave it out.",
+    "目前模型只放在一个设备上；请去掉该键。",
 )
 EXPORT_QUANTIZED = Reason(
     "Export writes 32 or 16 bit weights; leave it out and quantise the exported folder with your tool of choice.",
@@ -260,9 +259,9 @@ PROFILE = Reason(
     "The profiler is not built in; leave it out (`trainer_log.jsonl` has tokens per second for every logged step).",
     "未内置性能分析器；请去掉该键（`trainer_log.jsonl` 中每个记录步都有每秒词元数）。",
 )
-FP8 = Reason(
-    "FP8 training is not there yet; use `bf16: true`.",
-    "尚不支持 FP8 训练；请用 `bf16: true`。",
+FP8_BY_TORCH = Reason(
+    "torch's own products compute in 8 bits here, on one card; there is nothing to choose.",
+    "此处由 torch 自身在单卡上做 8 位乘法，无可选项。",
 )
 OLD_BATCH_SIZE = Reason(
     "It is the old name; use `per_device_train_batch_size` or `per_device_eval_batch_size`.",

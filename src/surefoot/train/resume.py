@@ -23,7 +23,7 @@ TRAJECTORY_KEYS = (
     "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_ratio", "warmup_steps", "optim", "optim_args", "seed",
     "data_seed", "bf16", "fp16", "compute_dtype", "label_smoothing_factor", "neftune_noise_alpha",
     "disable_shuffling", "rope_scaling", "upcast_layernorm", "upcast_lmhead_output", "packing_mode",
-    "emulate", "compile",
+    "emulate", "compile", "fp8",
 )  # fmt: skip
 
 

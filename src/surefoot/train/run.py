@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,13 +15,17 @@ from surefoot.data.order import StepOrder, StreamOrder, TableOrder
 from surefoot.errors import UserError, WorkError
 from surefoot.files import only_writer, whole_files
 from surefoot.guard.plan import Plan, read_plan
-from surefoot.model.compiled import ROUND_TO, compile_layers
+from surefoot.model import fp8
+from surefoot.model.compiled import ROUND_TO, compile_layers, is_wanted
 from surefoot.model.emulate import emulation
+from surefoot.model.forecast import describe_run, plan_for
 from surefoot.model.forward import LossForward, base_of
 from surefoot.model.load import LoadedModel
-from surefoot.model.memory import MemoryPlan, adapter_inputs, free_memory, make_plan, shapes_of
+from surefoot.model.memory import GIB, MemoryPlan, free_memory
 from surefoot.model.probes import build_forward, check_packing
 from surefoot.model.randomness import get_random_state
+from surefoot.model.recompute import recompute, recomputed, turn_on_recompute
+from surefoot.model.shapes import read_shapes
 from surefoot.train.before import look_before_training
 from surefoot.train.checkpoint import remove_weights, save_model, sweep, verify_weights
 from surefoot.train.events import Listener, RunFacts, TrainResult
@@ -88,7 +93,9 @@ def run_training(
             listener.started(facts)
         with emulation(cfg.emulate):
             look_before_training(run)
-            result = train(run)
+            if device != "cpu":
+                torch.cuda.reset_peak_memory_stats(device)  # what looking took is no part of the plan
+            result = with_memory(run, train(run))
             if run.state.step and run.state.step == run.guard.memory.steps_lost:
                 raise WorkError(
                     "every step was left out: nothing was trained", hint="look at the rows that were skipped"
@@ -143,8 +150,11 @@ def assemble(
         label_smoothing=cfg.label_smoothing_factor,
     )
     order = pack_or_not(forward, loaded, order, tell)
-    if cfg.compile:
-        tell(f"Compiling {len(compile_layers(loaded.model, tell=tell))} decoder layers: the first steps are slow.")
+    if cfg.fp8:
+        fp8.require(torch.device(device))
+    if is_wanted(cfg.compile, device):
+        layers = compile_layers(loaded.model, tell=tell, fp8=cfg.fp8)
+        tell(f"Compiling {len(layers)} decoder layers: the first steps are slow.")
         forward.round_to = ROUND_TO if forward.packs else 1
     runner = make_runner(cfg, loaded, forward, data, device, tell)
     schedule = make_schedule(cfg, order, evaluates=bool(data.evals))
@@ -237,16 +247,23 @@ def make_runner(
     Returns:
         The runner.
     """
-    plan = plan_memory(cfg, loaded, data, device)
+    plan = plan_memory(cfg, loaded, forward, data, device)
+    recompute(loaded.model, plan.choice)
     if plan.recompute:
-        turn_on_recompute(loaded.model)
-        tell("Decoder layers are recomputed in the backward pass: the longest row does not fit otherwise.")
+        tell(words_of(plan))
     before_pass = None
     if cfg.neftune_noise_alpha:
         before_pass = Neftune(forward.model.get_input_embeddings(), cfg.neftune_noise_alpha).before_pass
     scale = LossScale.for_run(loaded.precision.loss_scaling)
     tokens = plan.tokens_per_pass if forward.packs else 1
-    return StepRunner(loaded.model, forward, device, scale, tokens, before_pass, tell)
+
+    def recompute_more() -> bool:
+        if cfg.disable_gradient_checkpointing or recomputed(loaded.model)[0] == plan.model.shapes.layers:
+            return False
+        turn_on_recompute(loaded.model)
+        return True
+
+    return StepRunner(loaded.model, forward, device, scale, tokens, before_pass, tell, plan, recompute_more)
 
 
 def finish(run: Run, result: TrainResult) -> None:
@@ -277,28 +294,73 @@ def order_of(cfg: Config, data: PreparedData) -> StepOrder:
     return StreamOrder(data.train, per_step)  # type: ignore[arg-type]
 
 
-def plan_memory(cfg: Config, loaded: LoadedModel, data: PreparedData, device: str) -> MemoryPlan:
-    """Plan the passes of a run from the model as it is loaded and the memory that is free now."""
+def plan_memory(cfg: Config, loaded: LoadedModel, forward: LossForward, data: PreparedData, device: str) -> MemoryPlan:
+    """Plan the passes of a run from the model as it is loaded and the memory that is free now.
+
+    Args:
+        cfg: the YAML.
+        loaded: the model on its device.
+        forward: how its loss is computed.
+        data: the encoded data.
+        device: where the model lives, as torch names it.
+
+    Returns:
+        The plan.
+
+    Raises:
+        UserError: the longest row does not fit.
+    """
     base = base_of(loaded.model)
-    trainable, _ = loaded.parameters
-    weight = max((p.element_size() for p in base.parameters() if not p.requires_grad), default=4)
-    compute = loaded.precision.autocast or next(base.parameters()).dtype
-    held = sum(p.numel() * p.element_size() for p in base.parameters())
-    longest = int(max(data.train.lengths)) if hasattr(data.train, "lengths") else cfg.cutoff_len  # type: ignore[union-attr]
-    per_step = cfg.per_device_train_batch_size * cfg.gradient_accumulation_steps
-    return make_plan(
-        cfg, shapes_of(base, trainable, adapter_inputs(base)),
-        compute_bytes=compute.itemsize, weight_bytes=weight, free_bytes=free_memory(device) + held,
-        longest=longest, step_tokens=longest * per_step, cpu=device == "cpu",
+    trained, total = loaded.parameters
+    stored = base.get_input_embeddings().weight.dtype
+    sizes = [(p.numel() * p.element_size(), p.requires_grad) for p in base.parameters()]
+    if device == "cpu":
+        free = free_memory(device) + sum(size for size, _ in sizes)
+    else:
+        free = free_memory(device) + torch.cuda.memory_reserved(device)
+    lengths = getattr(data.train, "lengths", None)
+    longest, mean = float(cfg.cutoff_len), float(cfg.cutoff_len)  # of a stream: the longest that the YAML allows
+    if lengths is not None:
+        longest, mean = float(max(lengths)), float(sum(lengths) / len(lengths))
+    model = describe_run(
+        cfg, read_shapes(base.config.to_dict()), weight=stored.itemsize,
+        compute=(loaded.precision.autocast or stored).itemsize, trained=trained, total=total,
+        # Packed weights come with constants that are no parameters: those are counted from the sizes.
+        frozen_bytes=None if cfg.quantization_bit else sum(size for size, trains in sizes if not trains),
+        chunked=forward.chunked, cpu=device == "cpu",
     )  # fmt: skip
+    return plan_for(
+        cfg, model, {"longest": longest, "mean": mean}, free_bytes=free, cpu=device == "cpu", alone=not forward.packs
+    )
 
 
-def turn_on_recompute(model: Any) -> None:
-    """Let decoder layers forget their activations and compute them again in the backward pass."""
-    base = base_of(model)
-    # transformers 6 keeps the first name only, older ones know the second.
-    enable = getattr(base, "activation_checkpointing_enable", None) or base.gradient_checkpointing_enable
-    enable({"use_reentrant": False})
+def words_of(plan: MemoryPlan) -> str:
+    """Say what a plan computes again."""
+    choice, layers = plan.choice, plan.model.shapes.layers
+    parts = [f"{choice.layers} of {layers} decoder layers"] if choice.layers else []
+    parts += [f"the MLPs of {choice.mlps} of {layers} decoder layers"] if choice.mlps else []
+    host = "; their inputs wait in the host's memory, and they run uncompiled" if choice.offload else ""
+    return f"To fit, {' and '.join(parts)} are recomputed in the backward pass{host}."
+
+
+def with_memory(run: Run, result: TrainResult) -> TrainResult:
+    """Add planned and measured memory to the result of a run on a GPU, and say when they differ by much.
+
+    Args:
+        run: after its last step.
+        result: how it ended.
+
+    Returns:
+        The result with both figures; unchanged on a CPU.
+    """
+    runner = run.runner
+    if runner.device == "cpu" or runner.plan is None or not runner.largest_pass:
+        return result
+    measured = torch.cuda.max_memory_allocated(runner.device) / GIB
+    planned = runner.plan.peak_gib(runner.largest_pass, runner.most_passes)
+    if abs(measured - planned) > 0.1 * planned:
+        run.tell(f"Memory: planned {planned:.1f} GiB for this run's largest pass, measured {measured:.1f} GiB.")
+    return replace(result, memory_gib=round(measured, 3), planned_memory_gib=round(planned, 3))
 
 
 def make_deterministic(cfg: Config, device: str) -> None:

@@ -151,7 +151,7 @@ def _before_pass(cfg: Config, forward: LossForward) -> Any:
 
 
 def _compile(incident: Incident, cfg: Config, model: Any, notes: list[str]) -> None:
-    if not cfg.compile:
+    if cfg.compile is False or not incident.compiled:
         if incident.compiled:
             notes.append(f"{len(incident.compiled)} layers were compiled then, and none is here.")
         return
