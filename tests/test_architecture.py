@@ -28,6 +28,7 @@ ALLOWED["guard"] = {*ALLOWED["train"]}
 ALLOWED["doctor"] = ALLOWED["setup"] = {"config", "machine"}
 for later in ("train", "run", "use"):
     ALLOWED[later] |= {"guard"}
+ALLOWED["bench"] = {*ALLOWED["use"]}
 ALLOWED["cli"] = {*ALLOWED}
 FREE = {"errors", "files"}
 
@@ -92,7 +93,7 @@ def test_the_import_check_sees_what_it_must(place: str, line: str, monkeypatch: 
 HEAVY = ("torch", "transformers", "datasets", "peft", "accelerate", "matplotlib", "pyarrow", "pandas")
 
 
-@pytest.mark.parametrize("module", ["cli.main", "config", "machine", "data", "model", "train", "run", "use"])
+@pytest.mark.parametrize("module", ["cli.main", "config", "machine", "data", "model", "train", "run", "use", "bench"])
 def test_importing_a_room_is_light(module: str) -> None:
     if module == "cli.main" and not (SOURCE / "cli" / "main.py").exists():
         pytest.fail("src/surefoot/cli/main.py is missing")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import typer
 
 from surefoot import __version__
+from surefoot.cli.bench import bench
 from surefoot.cli.chat import chat
 from surefoot.cli.check import check
 from surefoot.cli.doctor import doctor
@@ -29,6 +30,7 @@ app.command(context_settings=PASS_THROUGH)(check)
 app.command(context_settings=PASS_THROUGH)(chat)
 app.command(context_settings=PASS_THROUGH)(export)
 app.command(context_settings=PASS_THROUGH)(replay)
+app.command(context_settings=PASS_THROUGH)(bench)
 app.command()(doctor)
 app.command()(env)
 app.command()(version)

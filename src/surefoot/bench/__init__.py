@@ -1,0 +1,1 @@
+"""How fast this machine is, how fast a job's step runs on it, and where the time goes."""
