@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import gc
+import json
 import sys
 import time
 import traceback
@@ -46,7 +47,7 @@ KINDS = {
                     "copy", "memcpy", "memset", "fill", "adam", "multi_tensor"),
 }  # fmt: skip
 Rows = list[Sample]
-Step = Callable[[Rows], float]
+Step = Callable[[Rows], torch.Tensor]  # returns the step's loss, still on the device: no arm waits for it
 
 
 def say(*parts: Any) -> None:
@@ -108,8 +109,8 @@ def peer_step(model: Any, device: str, rows_at_once: int) -> Step:
     """A step as transformers and PEFT do it: rectangles of rows, the model's own loss, gradients accumulated."""
     optimizer = optimizer_of(model, device)
 
-    def step(rows: Rows) -> float:
-        trained, total = count_trained(rows), 0.0
+    def step(rows: Rows) -> torch.Tensor:
+        trained, losses = count_trained(rows), []
         for start in range(0, len(rows), rows_at_once):
             group = rows[start : start + rows_at_once]
             longest = max(len(row.input_ids) for row in group)
@@ -121,10 +122,10 @@ def peer_step(model: Any, device: str, rows_at_once: int) -> Step:
             with torch.autocast(torch.device(device).type, dtype=torch.bfloat16):
                 loss = model(input_ids=ids_NT, labels=labels_NT, num_items_in_batch=trained).loss
             loss.backward()
-            total += float(loss.detach())
+            losses.append(loss.detach())
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        return total
+        return torch.stack(losses).sum()
 
     return step
 
@@ -140,7 +141,7 @@ def surefoot_step(model: Any, device: str, round_to: int, tokens_per_pass: int) 
     forward = build_forward(model, torch.bfloat16, upcast=False, label_smoothing=0.0)
     optimizer = optimizer_of(model, device)
 
-    def step(rows: Rows) -> float:
+    def step(rows: Rows) -> torch.Tensor:
         trained, losses = count_trained(rows), []
         for group in split_into_passes(rows, tokens_per_pass):
             loss = forward(pack(group, round_to).to(device)).loss / trained
@@ -148,7 +149,7 @@ def surefoot_step(model: Any, device: str, round_to: int, tokens_per_pass: int) 
             losses.append(loss.detach())
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        return float(torch.stack(losses).sum())
+        return torch.stack(losses).sum()
 
     return step, forward
 
@@ -165,15 +166,17 @@ def refuse_wrong_gradients(model: Any, forward: Any, device: str, rows: Rows, ro
         raise RuntimeError(" ".join(finding.diagnosis.evidence))
 
 
-def compile_model(model: Any, options: list[str]) -> None:
+def compile_model(model: Any, options: list[str], narrow: bool) -> None:
     """Compile the layers, once; told of as a run tells it."""
     from surefoot.model.compiled import compile_layers, compiled_layers
 
     if compiled_layers(model):
         return
     pairs = dict(pair.split("=", 1) for pair in options)
-    values = {key: {"true": True, "false": False}.get(text.lower(), text) for key, text in pairs.items()}
-    compile_layers(model, tell=lambda sentence: say(f"       {sentence}"), **({"options": values} if values else {}))
+    values = {key: json.loads(text) for key, text in pairs.items()}
+    compile_layers(
+        model, tell=lambda sentence: say(f"       {sentence}"), fp8=narrow, **({"options": values} if values else {})
+    )
 
 
 @contextlib.contextmanager
@@ -260,15 +263,16 @@ def run_job(arm: str, job: str, model: Any, arguments: argparse.Namespace, table
             if arm in ("usual", "peer"):
                 step, name = peer_step(model, device, size), f"{arm}, {size} row(s) at once"
             else:
-                rounding = arguments.round_to if arm == "compiled" else 1
+                compiled = arm in ("compiled", "fp8")
+                rounding = arguments.round_to if compiled else 1
                 step, forward = surefoot_step(model, device, rounding, size)
                 name = f"{arm}, {size} tokens a pass"
-                if arm == "compiled":
-                    compile_model(model, arguments.inductor)
+                if compiled:
+                    compile_model(model, arguments.inductor, arm == "fp8")
                     refuse_wrong_gradients(model, forward, device, table[0], rounding)
-            warm = 2 if arm == "compiled" else 1
+            warm = 2 if arm in ("compiled", "fp8") else 1
             measure(name, job, step, table, warm)
-            if arm == "compiled" or arguments.profile_all:
+            if arm in ("compiled", "fp8") or arguments.profile_all:
                 profile(step, table[-1])
             return
         except torch.OutOfMemoryError:
@@ -281,7 +285,7 @@ def run_job(arm: str, job: str, model: Any, arguments: argparse.Namespace, table
 def run_arm(arm: str, jobs: list[str], arguments: argparse.Namespace, device: str) -> None:
     """Build one arm's model and run its jobs."""
     shapes = TINY if arguments.tiny else SHAPES
-    steps = (3 if arguments.quick else arguments.steps) + (2 if arm == "compiled" else 1)
+    steps = (3 if arguments.quick else arguments.steps) + (2 if arm in ("compiled", "fp8") else 1)
     if arm == "usual":
         steps = min(steps, 3)
     began = time.perf_counter()
