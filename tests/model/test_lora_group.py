@@ -243,3 +243,19 @@ def test_one_group_is_of_one_kind():
     v_proj.weight.data = v_proj.weight.data.float()
     assert sorted(len(group.members) for group in group_lora(model)) == [1, 1, 1]
     assert isinstance(part(model, "v_proj").group, LoraGroup)
+
+
+def test_copies_in_8_bits_follow_a_weight_that_is_read_anew():
+    model = adapted(dtype=torch.bfloat16)
+    (group,) = [g for g in group_lora(model, narrow=True) if len(g.members) == 3]
+    assert group.narrow is not None
+    weight = part(model, "k_proj").get_base_layer().weight
+    before = group.narrow.w_OI.float() * group.narrow.scale_1O.T
+    group.look()
+    assert torch.equal(group.narrow.w_OI.float() * group.narrow.scale_1O.T, before)
+    with torch.no_grad():
+        weight.copy_(weight * 2)
+    group.look()
+    now = group.narrow.w_OI.float() * group.narrow.scale_1O.T
+    torch.testing.assert_close(now[24:32], 2 * before[24:32])
+    assert torch.equal(now[:24], before[:24])

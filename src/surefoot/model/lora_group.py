@@ -57,8 +57,12 @@ class LoraGroup:
         if len(weights) > 1:
             for weight, rows in zip(weights, self.weight_OI.split(self._outputs), strict=True):
                 weight.data = rows
-        self.narrow = fp8.hold(self.weight_OI) if self._in_8_bits else None
+        self._narrow()
         self._addresses = [weight.data_ptr() for weight in weights]
+
+    def _narrow(self) -> None:
+        self.narrow = fp8.hold(self.weight_OI) if self._in_8_bits else None
+        self._versions = [weight._version for weight in _weights_of(self.members)]
 
     def look(self) -> None:
         """See whether the members still are what was grouped; before each call of a layer.
@@ -72,6 +76,8 @@ class LoraGroup:
         if moved and plain and len({_kind(member) for member in self.members}) == 1:
             self._gather()
             moved = False
+        if self.narrow is not None and [weight._version for weight in _weights_of(self.members)] != self._versions:
+            self._narrow()  # a weight was read anew, as when the guard heals it
         self.active = plain and not moved
 
     def fits(self, compute: torch.dtype) -> bool:

@@ -23,6 +23,7 @@ from surefoot.guard.scene import Scene
 from surefoot.guard.spike_scores import NATS_FLOOR
 from surefoot.guard.spikes import Spike, SpikeDetector
 from surefoot.model.randomness import get_random_state, set_random_state
+from surefoot.model.variants import without_compile
 
 if TYPE_CHECKING:
     from surefoot.train.keeper import Keeper
@@ -93,15 +94,10 @@ class _Trial:
         if not chosen:
             return None
         runner = self.run.runner
-        state, losses = get_random_state(runner.device), []
+        state = get_random_state(runner.device)
         try:
-            for group in split_into_passes([s for p in chosen for s in p.samples], runner.tokens_per_pass):
-                batch = pack(group, runner.forward.round_to).to(runner.device)
-                if batch.targets_K.numel():
-                    if runner.before_pass:
-                        runner.before_pass(batch)
-                    losses.append(runner.forward(batch).loss)
-            now = float(torch.stack(losses).sum())
+            with without_compile(self.run.model):  # compiling a forward without gradients takes longer than all this
+                now = self._loss_now([sample for past in chosen for sample in past.samples])
         except torch.OutOfMemoryError:
             self.run.tell("Guard: no memory is left for an experiment; going by the step's numbers alone.")
             return None
@@ -109,6 +105,17 @@ class _Trial:
             set_random_state(state, runner.device)
         tokens, then = sum(p.tokens for p in chosen), sum(p.loss * p.tokens for p in chosen)
         return math.log((now / tokens + NATS_FLOOR) / (then / tokens + NATS_FLOOR))
+
+    def _loss_now(self, samples: list[Sample]) -> float:
+        """Sum the token losses of samples, in nats."""
+        runner, losses = self.run.runner, []
+        for group in split_into_passes(samples, runner.tokens_per_pass):
+            batch = pack(group, runner.forward.round_to).to(runner.device)
+            if batch.targets_K.numel():
+                if runner.before_pass:
+                    runner.before_pass(batch)
+                losses.append(runner.forward(batch).loss)
+        return float(torch.stack(losses).sum())
 
 
 def _count_wrong(sample: Sample, end: int | None) -> int:
