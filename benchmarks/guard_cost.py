@@ -42,8 +42,9 @@ from surefoot.model.forward import base_of
 from surefoot.model.lora import fuse_lora
 from surefoot.model.probes import build_forward
 from surefoot.model.randomness import get_random_state
+from surefoot.train.frozen import CHECKSUM_EVERY
 from surefoot.train.gate import Gate
-from surefoot.train.keeper import CHECKSUM_EVERY, Keeper
+from surefoot.train.keeper import Keeper
 from surefoot.train.loop import Run, train
 from surefoot.train.loss_scale import LossScale
 from surefoot.train.optimizer import build_optimizer, build_scheduler

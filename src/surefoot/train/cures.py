@@ -148,15 +148,15 @@ def reload_weights(keeper: Keeper, run: Run, diagnosis: Diagnosis, began: float)
     Raises:
         NonFiniteStepError: a weight's file does not hold what was loaded, or it happens too often.
     """
-    assert keeper.checksums is not None
+    assert keeper.frozen is not None
     folder = weights_folder(model_path(run.cfg))
     names = diagnosis.details["tensors"]
     for name in names:
-        if not keeper.checksums.reload(run.model, name, folder):
+        if not keeper.frozen.sums.reload(run.model, name, folder):
             keeper.stop(run, diagnosis, f"stopped: {name} cannot be read from its file as it was")
     keeper.stop_if(run, diagnosis, keeper.memory.add_transient(diagnosis.step, run.runner.device))
     before = run.state.step
-    at = keeper.go_back(run, min(before, keeper.sound_at))
+    at = keeper.go_back(run, min(before, keeper.frozen.sound_at))
     keeper.acted(run, diagnosis, f"read {shown(names)} from its file again", True, began, steps_redone=before - at)
 
 

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 from surefoot.data.messages import Sample
 from surefoot.guard.check import NonFiniteStepError, StepCheck, shown
-from surefoot.guard.checksum import WeightChecksums
 from surefoot.guard.diagnosis import Diagnosis
 from surefoot.guard.incident import write_incident
 from surefoot.guard.journal import Journal
@@ -26,6 +25,7 @@ from surefoot.guard.summary import hint_for, summarize
 from surefoot.guard.treat import treat
 from surefoot.model.randomness import get_random_state
 from surefoot.train.cures import apply_treatment, diagnose_attempt, healthy_scenes, reload_weights
+from surefoot.train.frozen import FrozenWeights, keeps_weights
 from surefoot.train.integrity import Integrity
 from surefoot.train.masters import Masters
 from surefoot.train.rewind import RestorePoint, RestorePoints, take
@@ -37,9 +37,6 @@ if TYPE_CHECKING:
     from surefoot.train.loop import Run
     from surefoot.train.step import Attempt
 
-CHECKSUM_EVERY = 200  # steps on a GPU, where reading the sums waits for it
-CHECKSUM_SHARE = 0.01  # of a step's time, elsewhere: small models are checked after every step
-
 
 class Keeper:
     """The guard of one run.
@@ -48,8 +45,7 @@ class Keeper:
         mode: "heal", "watch" or "off".
         journal: the run's `guard.jsonl`.
         memory: what was decided so far.
-        checksums: of the frozen weights; None before the start and with `guard: off`.
-        sound_at: step after which the checksums were right.
+        frozen: the frozen weights; None before the start and with `guard: off`.
         points: to go back to; None unless it heals.
         integrity: watches that nobody else changes the state; None before the start and with `guard: off`.
     """
@@ -57,8 +53,7 @@ class Keeper:
     mode: str
     journal: Journal
     memory: Memory
-    checksums: WeightChecksums | None
-    sound_at: int
+    frozen: FrozenWeights | None
     points: RestorePoints | None
     integrity: Integrity | None
 
@@ -73,10 +68,7 @@ class Keeper:
         self._cfg = cfg
         self._folder = Path(cfg.output_dir) / "surefoot"
         self.journal = Journal(self._folder / "guard.jsonl")
-        self.checksums = None
-        self._checksum_seconds = 0.0
-        self.sound_at = 0
-        self._last_step = time.perf_counter()
+        self.frozen = None
         self.points = None
         self.integrity = None
         self._masters: Masters | None = None
@@ -121,10 +113,7 @@ class Keeper:
         """
         if self.mode == "off":
             return
-        began = time.perf_counter()
-        self.checksums = WeightChecksums(run.model)
-        self._checksum_seconds = time.perf_counter() - began
-        self.sound_at = run.state.step
+        self.frozen = FrozenWeights(run.model, run.state.step)
         self._masters = Masters(run, self)
         self.integrity = Integrity(run, self)
         if self.mode == "heal":
@@ -142,8 +131,8 @@ class Keeper:
                 self._keep_change(run, change)
         self.memory.skipped_rows = tuple(dict.fromkeys((*self.memory.skipped_rows, *plan.skipped_rows)))
         self.memory.skipped_at |= plan.skipped_at
-        if self.checksums:
-            self.checksums.renew(run.model)  # islands hold their weights in another dtype
+        if self.frozen:
+            self.frozen.sums.renew(run.model)  # islands hold their weights in another dtype
         write_plan(self._folder / "precision_plan.json", self.memory.plan())
         self._times.changed()
 
@@ -201,7 +190,7 @@ class Keeper:
                            loss_scale=check.loss_scale, bad_tensors=len(check.bad_tensors),
                            tensors=len(check.norms))  # fmt: skip
         scene = attempt.scene
-        diagnosis = diagnose_attempt(run, scene, check, self.checksums)
+        diagnosis = diagnose_attempt(run, scene, check, self.frozen.sums if self.frozen else None)
         self.journal.write("diagnosis", diagnosis)
         self._keep_incident(scene, diagnosis, check)
         if self.mode == "watch":
@@ -227,9 +216,9 @@ class Keeper:
             return False
         if self._spikes.look(run, check, tokens):
             return True
-        if self._checksum_due(run, check) and self.memory_damaged(run, check.step):
+        if self.frozen and self.frozen.due(run, check) and self.memory_damaged(run, check.step):
             return True
-        if _keeps_weights(run, check.step) and self.integrity and self.integrity.mend_at_rest(check):
+        if keeps_weights(run, check.step) and self.integrity and self.integrity.mend_at_rest(check):
             return True
         if self._masters:
             self._masters.look(run, check.step)
@@ -248,10 +237,8 @@ class Keeper:
             True when the run was put back to an earlier step.
         """
         began = time.perf_counter()
-        changed = self.checksums.changed(run.model) if self.checksums else []
-        self._checksum_seconds = min(self._checksum_seconds, time.perf_counter() - began)  # the first one was cold
+        changed = self.frozen.changed(run.model, step) if self.frozen else []
         if not changed:
-            self.sound_at = step
             return False
         evidence = f"{shown(changed)} {'is' if len(changed) == 1 else 'are'} frozen, yet its checksum has changed."
         diagnosis = Diagnosis(step, "TRANSIENT", module=changed[0].rpartition(".")[0], phase="forward",
@@ -267,7 +254,8 @@ class Keeper:
         """Put the run to a restore point with at most `before` steps done; return its step."""
         assert self.points is not None
         at = self.points.go_back(run, before)
-        self.sound_at = min(self.sound_at, at)
+        if self.frozen:
+            self.frozen.sound_at = min(self.frozen.sound_at, at)
         if self.integrity:
             self.integrity.forget()
         self._spikes.forget_from(at + 1)
@@ -425,17 +413,6 @@ class Keeper:
         hold_change(run.model, change)
         self.memory.changes = (*self.memory.changes, change)
 
-    def _checksum_due(self, run: Run, check: StepCheck) -> bool:
-        step = check.step
-        if check.grad_norm == 0.0 or _keeps_weights(run, step):
-            return True  # a dead network, or weights that are about to be kept
-        if run.runner.device != "cpu":
-            return step % CHECKSUM_EVERY == 0
-        now = time.perf_counter()
-        step_seconds, self._last_step = now - self._last_step, now
-        every = self._checksum_seconds / max(CHECKSUM_SHARE * step_seconds, 1e-9)
-        return step - self.sound_at >= min(CHECKSUM_EVERY, every)
-
     def _resumed(self, run: Run, check: StepCheck) -> None:
         assert self._open is not None
         diagnosis, began = self._open
@@ -444,7 +421,3 @@ class Keeper:
         self._open = None
         self.journal.write("resumed", diagnosis, loss=check.loss, grad_norm=check.grad_norm,
                            seconds=time.perf_counter() - began)  # fmt: skip
-
-
-def _keeps_weights(run: Run, step: int) -> bool:
-    return run.schedule.saves_at(step) or step == run.schedule.total_steps
