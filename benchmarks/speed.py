@@ -1,11 +1,11 @@
-"""Speed of one GPU on Llama-3-8B shapes: the usual path, the best plain peer, Surefoot eager and Surefoot compiled.
+"""Speed of one GPU on Llama-3-8B shapes: the usual path, the best plain peer, Surefoot eager, compiled and in fp8.
 
 Random bfloat16 weights made on the device, LoRA of rank 16 on all linear layers, fused AdamW, the same rows for every
 arm, the same optimizer steps. Two jobs: "short" is 8 short chats a step (mean 193 tokens; the usual way runs them one
 row at a time), "long" is 4 rows of 4,096 tokens. Each line is printed as soon as its arm is done; an arm that fails
 says why and the others go on. Tokens are real tokens: padding does not count.
 
-    python benchmarks/speed.py [--quick] [--arms compiled,eager,usual,peer] [--jobs short,long] [--steps 6]
+    python benchmarks/speed.py [--quick] [--arms compiled,fp8,eager,usual,peer] [--jobs short,long] [--steps 6]
 """
 
 from __future__ import annotations

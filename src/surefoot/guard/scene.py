@@ -40,21 +40,16 @@ class Passes(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Rerun:
-    """What a step gave when it ran again.
+class StepLosses:
+    """The losses of a step's passes, read by the host.
 
     Attributes:
         losses: each pass's share of the step's token-mean loss, in nats; they add up to it.
         rows: the row ids of each pass.
-        peaks: largest absolute value of each trained tensor's unscaled gradient, by parameter name; NaN when it
-            holds one. Parameters without a gradient are left out.
-        grads: the unscaled gradients by parameter name, float32 on the device; None unless they were asked for.
     """
 
     losses: tuple[float, ...]
     rows: tuple[tuple[str, ...], ...]
-    peaks: dict[str, float]
-    grads: dict[str, torch.Tensor] | None = None
 
     @property
     def loss(self) -> float:
@@ -65,6 +60,20 @@ class Rerun:
     def loss_finite(self) -> bool:
         """True when every pass's loss is a number."""
         return all(math.isfinite(loss) for loss in self.losses)
+
+
+@dataclass(frozen=True)
+class Rerun(StepLosses):
+    """What a step gave when it ran again.
+
+    Attributes:
+        peaks: largest absolute value of each trained tensor's unscaled gradient, by parameter name; NaN when it
+            holds one. Parameters without a gradient are left out.
+        grads: the unscaled gradients by parameter name, float32 on the device; None unless they were asked for.
+    """
+
+    peaks: dict[str, float]
+    grads: dict[str, torch.Tensor] | None = None
 
     @property
     def finite(self) -> bool:

@@ -7,25 +7,21 @@ from dataclasses import dataclass
 from typing import Any
 
 from surefoot.guard.check import StepCheck
-from surefoot.guard.scene import Rerun
+from surefoot.guard.scene import Rerun, StepLosses
 
 Number = float | str
 """As JSON has no word for them, numbers that are not finite are written "nan", "inf" and "-inf"."""
 
 
 @dataclass(frozen=True)
-class Seen:
+class Seen(StepLosses):
     """Losses and gradients of a step.
 
     Attributes:
-        losses: each pass's share of the step's token-mean loss, in nats; they add up to it.
-        rows: the row ids of each pass.
         gradients: a number a trained tensor that is not finite when its gradient is not: the largest absolute value,
             or the L2 norm.
     """
 
-    losses: tuple[float, ...]
-    rows: tuple[tuple[str, ...], ...]
     gradients: dict[str, float]
 
     @classmethod
@@ -37,16 +33,6 @@ class Seen:
     def of_check(cls, check: StepCheck) -> Seen:
         """Take it from the check that raised the alarm."""
         return cls(check.pass_losses, check.pass_rows, dict(check.norms))
-
-    @property
-    def loss(self) -> float:
-        """Token-mean loss of the step, in nats."""
-        return sum(self.losses)
-
-    @property
-    def loss_finite(self) -> bool:
-        """True when every pass's loss is a number."""
-        return all(math.isfinite(loss) for loss in self.losses)
 
     @property
     def bad_gradients(self) -> tuple[str, ...]:

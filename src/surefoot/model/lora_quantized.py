@@ -24,72 +24,55 @@ from torch.nn import functional as F
 from surefoot.model.quantized import dequantized
 
 
-class PackedLinear4bit(Linear4bit):
+class _Packed(torch.nn.Module):
+    """The forward of a quantised linear without an adapter."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Compute x Wᵀ + b.
+
+        Args:
+            x: inputs, [..., inputs].
+
+        Returns:
+            Outputs, [..., outputs], in the compute dtype.
+        """
+        return _linear(self, x)
+
+
+class _Fused(torch.nn.Module):
+    """The forward of PEFT's LoRA over one: its plain case is one autograd function, any other is PEFT's own."""
+
+    def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Compute the layer.
+
+        Args:
+            x: inputs, [..., inputs].
+            *args: as PEFT's forward; anything here is left to it.
+            **kwargs: as PEFT's forward; anything here is left to it.
+
+        Returns:
+            Outputs, [..., outputs].
+        """
+        if args or kwargs or not _is_plain(self):
+            return super().forward(x, *args, **kwargs)
+        base: Any = self.get_base_layer()  # type: ignore[operator]
+        return _linear(base, x, self)
+
+
+class PackedLinear4bit(_Packed, Linear4bit):
     """bitsandbytes' 4-bit linear, computed by the function below."""
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Compute x Wᵀ + b.
 
-        Args:
-            x: inputs, [..., inputs].
-
-        Returns:
-            Outputs, [..., outputs], in the compute dtype.
-        """
-        return _linear(self, x)
-
-
-class PackedLinear8bit(Linear8bitLt):
+class PackedLinear8bit(_Packed, Linear8bitLt):
     """bitsandbytes' 8-bit linear, computed by the function below."""
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Compute x Wᵀ + b.
 
-        Args:
-            x: inputs, [..., inputs].
-
-        Returns:
-            Outputs, [..., outputs], in the compute dtype.
-        """
-        return _linear(self, x)
+class FusedLora4bit(_Fused, peft_bnb.Linear4bit):
+    """PEFT's LoRA over a 4-bit linear."""
 
 
-class FusedLora4bit(peft_bnb.Linear4bit):
-    """PEFT's LoRA over a 4-bit linear; its plain case is one autograd function, any other is PEFT's own forward."""
-
-    def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Compute the layer.
-
-        Args:
-            x: inputs, [..., inputs].
-            *args: as PEFT's forward; anything here is left to it.
-            **kwargs: as PEFT's forward; anything here is left to it.
-
-        Returns:
-            Outputs, [..., outputs].
-        """
-        if args or kwargs or not _is_plain(self):
-            return super().forward(x, *args, **kwargs)
-        return _linear(self.get_base_layer(), x, self)
-
-
-class FusedLora8bit(peft_bnb.Linear8bitLt):
-    """PEFT's LoRA over an 8-bit linear; its plain case is one autograd function, any other is PEFT's own forward."""
-
-    def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Compute the layer.
-
-        Args:
-            x: inputs, [..., inputs].
-            *args: as PEFT's forward; anything here is left to it.
-            **kwargs: as PEFT's forward; anything here is left to it.
-
-        Returns:
-            Outputs, [..., outputs].
-        """
-        if args or kwargs or not _is_plain(self):
-            return super().forward(x, *args, **kwargs)
-        return _linear(self.get_base_layer(), x, self)
+class FusedLora8bit(_Fused, peft_bnb.Linear8bitLt):
+    """PEFT's LoRA over an 8-bit linear."""
 
 
 _FORWARD: dict[type, type] = {

@@ -150,7 +150,7 @@ def unfuse_lora(model: torch.nn.Module) -> list[tuple[torch.nn.Module, type]]:
     # Without a look at PEFT where there is none: its import takes seconds.
     layers = [(m, type(m)) for m in model.modules() if type(m).__name__ in FUSED_NAMES]
     for layer, fused in layers:
-        layer.__class__ = fused.__mro__[1]
+        layer.__class__ = fused.__bases__[-1]  # PEFT's; what stands before it is our forward
     return layers
 
 

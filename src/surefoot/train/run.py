@@ -143,23 +143,10 @@ def assemble(
     refuse_unknown_tokens(data, loaded)
     make_deterministic(cfg, device)
     order = order_of(cfg, data)
-    forward = build_forward(
-        loaded.model,
-        loaded.precision.autocast,
-        upcast=cfg.upcast_lmhead_output,
-        label_smoothing=cfg.label_smoothing_factor,
-    )
-    order = pack_or_not(forward, loaded, order, tell)
-    if cfg.fp8:
-        fp8.require(torch.device(device))
-    if is_wanted(cfg.compile, device):
-        layers = compile_layers(loaded.model, tell=tell, fp8=cfg.fp8)
-        tell(f"Compiling {len(layers)} decoder layers: the first steps are slow.")
-        forward.round_to = ROUND_TO if forward.packs else 1
+    forward, order = _make_forward(cfg, loaded, order, device, tell)
     runner = make_runner(cfg, loaded, forward, data, device, tell)
     schedule = make_schedule(cfg, order, evaluates=bool(data.evals))
     optimizer = build_optimizer(loaded.model, cfg)
-    keeper = Keeper(cfg)
     run = Run(
         cfg=cfg,
         model=loaded.model,
@@ -175,11 +162,38 @@ def assemble(
         fingerprint=fingerprint(cfg, data.train.fingerprint, model_identity(base_of(loaded.model))),
         listeners=listeners,
         stop=stop,
-        guard=keeper,
+        guard=Keeper(cfg),
         looks_ahead=device != "cpu",
     )
+    _take_up(run)
+    return run
+
+
+def _make_forward(
+    cfg: Config, loaded: LoadedModel, order: StepOrder, device: str, tell: Callable[[str], None]
+) -> tuple[LossForward, StepOrder]:
+    """Make the model's way to a loss, packed and compiled where that can be, and the order that goes with it."""
+    forward = build_forward(
+        loaded.model,
+        loaded.precision.autocast,
+        upcast=cfg.upcast_lmhead_output,
+        label_smoothing=cfg.label_smoothing_factor,
+    )
+    order = pack_or_not(forward, loaded, order, tell)
+    if cfg.fp8:
+        fp8.require(torch.device(device))
+    if is_wanted(cfg.compile, device):
+        layers = compile_layers(loaded.model, tell=tell, fp8=cfg.fp8)
+        tell(f"Compiling {len(layers)} decoder layers: the first steps are slow.")
+        forward.round_to = ROUND_TO if forward.packs else 1
+    return forward, order
+
+
+def _take_up(run: Run) -> None:
+    """Go on from a precision plan and a checkpoint, where there are such; else clear what an earlier run left."""
+    cfg, keeper = run.cfg, run.guard
     plan = read_plan(cfg.precision_plan) if cfg.precision_plan else None
-    checkpoint = choose_checkpoint(cfg, run.output_dir, tell)
+    checkpoint = choose_checkpoint(cfg, run.output_dir, run.tell)
     if checkpoint is None:
         keeper.clear()
     if plan:
@@ -187,12 +201,11 @@ def assemble(
     if checkpoint:
         differing = refuse_other_run(checkpoint, run.fingerprint, anyway=cfg.resume_anyway)
         if differing:
-            tell(f"Going on from {checkpoint.folder.name} though it differs in {', '.join(differing)}.")
-        keeper.remember_birth(run, get_random_state(device))
+            run.tell(f"Going on from {checkpoint.folder.name} though it differs in {', '.join(differing)}.")
+        keeper.remember_birth(run, get_random_state(run.runner.device))
         restore(run, checkpoint)
     elif removed := remove_weights(run.output_dir):
-        tell(f"Removed what the overwritten run had left: {', '.join(removed)}.")
-    return run
+        run.tell(f"Removed what the overwritten run had left: {', '.join(removed)}.")
 
 
 def _use_plan(run: Run, plan: Plan) -> None:
