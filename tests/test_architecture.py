@@ -25,7 +25,8 @@ CODE = [
 ROOMS = ["config", "machine", "data", "model", "train", "run", "use"]
 ALLOWED: dict[str, set[str]] = {room: set(ROOMS[:place]) for place, room in enumerate(ROOMS)}
 ALLOWED["guard"] = {*ALLOWED["train"]}
-ALLOWED["doctor"] = ALLOWED["setup"] = {"config", "machine"}
+ALLOWED["doctor"] = {"config", "machine"}
+ALLOWED["setup"] = {"config", "machine", "doctor"}
 for later in ("train", "run", "use"):
     ALLOWED[later] |= {"guard"}
 ALLOWED["bench"] = {*ALLOWED["use"]}
