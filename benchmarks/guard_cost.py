@@ -2,7 +2,8 @@
 
 Llama-3-8B shapes with random bfloat16 weights, LoRA r=16 on all linears. Three arms over the same rows take turns in
 blocks: `bare` (forward, backward, clip, fused AdamW, no check at all), `off` and `heal`, the last two through
-`surefoot.train.loop.train`. Then the step with one cure at a time. Needs torch, transformers and PEFT only.
+`surefoot.train.loop.train`. Where the host is the limit, times of blocks swing with the machine; so the host's time
+within the guard's own calls is told as well. Then the step with one cure at a time. Needs torch, transformers and PEFT.
 
     python benchmarks/guard_cost.py --part long --seconds 400
     python benchmarks/guard_cost.py --part short cure
@@ -44,6 +45,7 @@ from surefoot.model.probes import build_forward
 from surefoot.model.randomness import get_random_state
 from surefoot.train.frozen import CHECKSUM_EVERY
 from surefoot.train.gate import Gate
+from surefoot.train.integrity import StateTensors
 from surefoot.train.keeper import Keeper
 from surefoot.train.loop import Run, train
 from surefoot.train.loss_scale import LossScale
@@ -63,6 +65,8 @@ TINY = {
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 BLOCK = 20  # steps an arm does before the next one's turn
 WARM = 8  # steps before anything is timed
+# What the loop calls of the guard at a healthy step, beside the two looks at the state around an update.
+GUARD_CALLS = ("without_skipped", "settle", "watch", "learning_rate_factor")
 # What makes the host wait for the device, by the profiler's names; a copy to pinned memory does not.
 WAITS = re.compile(r"(cuda|hip)(Stream|Device|Event)Synchronize|aten::_local_scalar_dense|Memcpy DtoH.*")
 
@@ -121,6 +125,7 @@ class Arm:
     single: list[list[float]] = field(default_factory=list)
     peak: float = 0.0
     recorder: Recorder = field(default_factory=Recorder)
+    in_guard: list[float] = field(default_factory=list)
     weights: list[torch.Tensor] = field(default_factory=list)
 
     def take_model(self, bench: Bench) -> None:
@@ -209,7 +214,24 @@ def surefoot_arm(bench: Bench, mode: str, table: MemoryTable, per_step: int, opt
         train(run)
         assert len(recorder.steps) == run.state.step, f"a step was done twice: {recorder.messages}"
 
-    return Arm(mode, advance, recorder=recorder)
+    arm = Arm(mode, advance, recorder=recorder)
+    for owner, names in ((run.guard, GUARD_CALLS), (run.guard.integrity, ("before_update", "after_update"))):
+        for name in names if owner is not None else ():
+            setattr(owner, name, timed(getattr(owner, name), arm.in_guard))
+    return arm
+
+
+def timed(function: Callable[..., Any], seconds: list[float]) -> Callable[..., Any]:
+    """Note how long each call takes the host; none of them calls another."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        began = time.perf_counter()
+        try:
+            return function(*args, **kwargs)
+        finally:
+            seconds.append(time.perf_counter() - began)
+
+    return call
 
 
 def bare_arm(bench: Bench, table: MemoryTable, per_step: int, optimizer: Any, tokens: int) -> Arm:
@@ -315,7 +337,10 @@ def measure(
     heal.take_model(bench)
     heal.advance(WARM)
     arms = [bare, off, heal] if with_bare else [off, heal]
+    for arm in arms:
+        arm.in_guard.clear()
     rounds = take_turns(bench, arms, max(1, options.steps // BLOCK), options.seconds)
+    in_guard = {arm.name: 1e3 * sum(arm.in_guard) / (rounds * BLOCK) for arm in (off, heal)}
     if not with_bare:
         bare.block(bench, BLOCK)
     syncs = {arm.name: count_syncs(bench, arm, 4) for arm in (bare, off, heal)}
@@ -327,6 +352,10 @@ def measure(
         print(f"{line}   {against(arm, off) if arm is not off else '':72} {waits}")
     if bare in arms:
         print(f"heal against bare: {against(heal, bare)}")
+    said = ", ".join(f"{name} {ms:.3f}" for name, ms in in_guard.items())
+    added = in_guard["heal"] - in_guard["off"]
+    share = 0.1 * added / statistics.median(heal.seconds)
+    print(f"ms a step of the host within the guard's calls: {said}: {added:+.3f}, {share:.2f}% of heal's step")
     for message in [*off.recorder.messages, *heal.recorder.messages]:
         print(message)
 
@@ -343,7 +372,13 @@ def measure_rare(bench: Bench) -> None:
         changed = sums.changed(bench.model)
         times.append(time.perf_counter() - began)
         assert not changed
-    print(f"\nchecksums of all frozen weights: {1e3 * statistics.median(times):.1f} ms, every {CHECKSUM_EVERY} steps")
+    trained = {name: p for name, p in bench.model.named_parameters() if p.requires_grad}
+    state = StateTensors(trained, torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))]))
+    began = time.perf_counter()
+    for _ in range(10):
+        state.take_norms()
+    print(f"\nnorms of {len(state.tensors)} trained tensors: {100 * (time.perf_counter() - began):.2f} ms of the host")
+    print(f"checksums of all frozen weights: {1e3 * statistics.median(times):.1f} ms, every {CHECKSUM_EVERY} steps")
 
 
 def measure_cures(bench: Bench, options: argparse.Namespace) -> None:

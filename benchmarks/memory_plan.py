@@ -153,6 +153,7 @@ def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--tiny", action="store_true", help="a model of three small layers, to try the script")
     parser.add_argument("--cases", default="8B,short,1B")
+    parser.add_argument("--only", default="", help='words in a case\'s name, as "compiled, 24 GiB"')
     parser.add_argument("--over", type=float, default=24.0, help="GiB over the weights in the case of the same name")
     arguments = parser.parse_args()
     arguments.device = "cuda:0" if torch.cuda.is_available() else "cpu"
@@ -163,7 +164,8 @@ def main() -> int:
     say(f"{where}, torch {torch.__version__}, transformers {transformers.__version__}, peft {peft.__version__}")
     say(f"{'case':34} all MLPs passes largest  planned measured     off  tokens/s      s")
     began = time.perf_counter()
-    for name, sizes, job, case in cases_of(arguments):
+    wanted = [case for case in cases_of(arguments) if arguments.only in case[0]]
+    for name, sizes, job, case in wanted:
         table = rows_of(job, 2, sizes["vocab_size"], arguments.tiny)
         try:
             run_case(name, sizes, table, arguments, **case)

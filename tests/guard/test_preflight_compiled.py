@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from helpers import random_sample
+from surefoot.guard import preflight_compiled
 from surefoot.guard.preflight_compiled import check_compiled
 from surefoot.guard.scene import Scene
 from surefoot.model.compiled import CACHE_VARIABLE, compile_layers
@@ -52,3 +53,24 @@ def test_a_wrong_layer_is_named_and_left_to_eager(scene, change):
     finding = check_compiled(scene)
     assert finding is not None and finding.diagnosis.fault == "KERNEL"
     assert [(c.kind, c.module) for c in finding.changes] == [("compile_off", "model.layers.1")]
+
+
+def test_of_long_rows_only_the_ends_are_run(scene, monkeypatch):
+    monkeypatch.setattr(preflight_compiled, "MOST_TOKENS", 5)
+    seen = []
+    rerun = Scene.rerun
+    monkeypatch.setattr(Scene, "rerun", lambda self, **how: seen.append(self.samples) or rerun(self, **how))
+    assert check_compiled(scene) is None
+    ends = [row.input_ids[-5:].tolist() for row in scene.samples[:2]]
+    assert seen and all([row.input_ids.tolist() for row in rows] == ends for rows in seen)
+
+
+def test_without_memory_for_the_judge_nothing_is_compiled(scene, monkeypatch):
+    def full(*_):
+        raise torch.OutOfMemoryError("no room")
+
+    monkeypatch.setattr(preflight_compiled, "in_float32", full)
+    plant(decoder_layers(scene.model)[1], lambda x: x * 1.5)
+    finding = check_compiled(scene)
+    assert finding is not None and "did not fit" in finding.diagnosis.evidence[0]
+    assert len(finding.changes) == len(decoder_layers(scene.model))

@@ -16,6 +16,7 @@ H query heads, G key/value heads, D head width, P slots of all buckets.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -109,13 +110,13 @@ def _attend(
     window: int,
     kernel: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return outputs [1, T, H, D] and, for the kernels that keep one, the log-sum-exp [1, T, H]."""
+    """Return outputs [1, T, H, D] and, for the kernels that keep one, the log-sum-exp [1, H, T]."""
     how = _How(scale, softcap, window, kernel)
     plan = _Plan(index, shapes, query.shape[2])
     if _takes_packed(query, value, plan, how):
         q_THD, k_TGD, v_TGD = (x[0].transpose(0, 1) for x in (query, key, value))
         out_THD, lse_HT = _packed_forward(q_THD, k_TGD, v_TGD, bounds, plan, how)
-        return out_THD[None], lse_HT.T.contiguous()[None]
+        return out_THD[None], lse_HT[None]
     outs_PHD, lses_PH = [], []
     with torch.autocast(query.device.type, enabled=False):
         for bucket in range(len(plan.buckets)):
@@ -123,7 +124,7 @@ def _attend(
             out_NHLD, lse_NHL = _forward(_choose(q, k, v, plan, how), q, k, v, how)
             outs_PHD.append(out_NHLD.transpose(1, 2).flatten(0, 1))
             lses_PH.append(lse_NHL.transpose(1, 2).flatten(0, 1))
-    return plan.scatter(outs_PHD)[None], plan.scatter(lses_PH)[None]
+    return plan.scatter(outs_PHD)[None], plan.scatter(lses_PH).T.contiguous()[None]
 
 
 def _attend_backward(
@@ -146,7 +147,7 @@ def _attend_backward(
     plan = _Plan(index, shapes, query.shape[2])
     if _takes_packed(query, value, plan, how):
         q_THD, k_TGD, v_TGD = (x[0].transpose(0, 1) for x in (query, key, value))
-        found = _packed_backward(grad[0], q_THD, k_TGD, v_TGD, out[0], lse[0].T.contiguous(), bounds, plan, how)
+        found = _packed_backward(grad[0], q_THD, k_TGD, v_TGD, out[0], lse[0], bounds, plan, how)
         d_query, d_key, d_value = (part.transpose(0, 1)[None] for part in found)
         return d_query, d_key, d_value
     grads: tuple[list[torch.Tensor], ...] = ([], [], [])
@@ -155,7 +156,7 @@ def _attend_backward(
             q, k, v = (plan.gather(x[0].transpose(0, 1), bucket) for x in (query, key, value))
             # The padding slots' gradient must be zero, not their last token's: those were never read.
             d, o = plan.gather(grad[0], bucket, blank=True), plan.gather(out[0], bucket)
-            l_NHL = plan.gather(lse[0], bucket)
+            l_NHL = plan.gather(lse[0].T, bucket)
             name = _choose(q, k, v, plan, how)
             for found, part in zip(grads, _backward(name, d, q, k, v, o, l_NHL, how), strict=True):
                 found.append(part.transpose(1, 2).flatten(0, 1))
@@ -167,12 +168,30 @@ class _Plan:
     """The layout of one pass, as the operator needs it."""
 
     def __init__(self, index_S: torch.Tensor, shapes_2B: torch.Tensor, tokens: int) -> None:
-        self.buckets, self.slots_T = split_index(index_S, shapes_2B)
-        self.longest = max(bucket.shape[1] for bucket in self.buckets)
-        self.padding = tokens - self.slots_T.shape[0]
+        self.index_S, self.shapes_2B = index_S, shapes_2B
+        numbers = shapes_2B.tolist()
+        slots = sum(rows * length for rows, length in zip(numbers[::2], numbers[1::2], strict=True))
+        real = index_S.shape[0] - slots
+        self.longest = max(numbers[1::2])
+        self.padding = tokens - real
         self.longest_span = max(self.longest, self.padding)
         # Rows of one length, in packed order: already a batch, with nothing to gather.
-        self.as_it_is = len(self.buckets) == 1 and self.buckets[0].numel() == self.slots_T.shape[0]
+        self.as_it_is = len(numbers) == 2 and slots == real
+
+    @cached_property
+    def parts(self) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
+        """The buckets and the slots, as `split_index` gives them; not made where packed rows are taken as they are."""
+        return split_index(self.index_S, self.shapes_2B)
+
+    @property
+    def buckets(self) -> tuple[torch.Tensor, ...]:
+        """For each bucket the packed position of every slot, int64 [N, L]."""
+        return self.parts[0]
+
+    @property
+    def slots_T(self) -> torch.Tensor:  # noqa: N802
+        """For each packed token but padding its slot among all buckets' slots laid end to end, int64 [T]."""
+        return self.parts[1]
 
     def gather(self, x_THD: torch.Tensor, place: int, *, blank: bool = False) -> torch.Tensor:
         """Return a bucket of packed rows as [N, H, L, ...]; `blank` puts zero into padding slots."""
@@ -380,7 +399,7 @@ class _PackedAttention(torch.autograd.Function):
 def _fake(query: Any, key: Any, value: Any, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
     tokens, heads = query.shape[2], query.shape[1]
     out = query.new_empty(1, tokens, heads, value.shape[-1])
-    return out, query.new_empty(1, tokens, heads, dtype=_lse_dtype(query))
+    return out, query.new_empty(1, heads, tokens, dtype=_lse_dtype(query))
 
 
 def _fake_backward(grad: Any, out: Any, lse: Any, *inputs: Any) -> tuple[torch.Tensor, ...]:

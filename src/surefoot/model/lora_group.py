@@ -110,12 +110,11 @@ class LoraGroup:
         if any(bias is not None for bias in biases):
             zeros = [torch.zeros(outputs, dtype=compute, device=x.device) for outputs in self._outputs]
             bias_O = torch.cat([z if b is None else b.to(compute) for b, z in zip(biases, zeros, strict=True)])
-        y_TO = lora_linear(
+        ys_TO = lora_linear(
             x.to(compute).flatten(0, -2), self.weight_OI, bias_O,
             [member.adapter() for member in self.members], self.narrow,
         )  # fmt: skip
-        outputs = y_TO.view(*x.shape[:-1], y_TO.shape[-1]).split(self._outputs, dim=-1)
-        return list(zip(self.members, outputs, strict=True))
+        return [(member, y_TO.unflatten(0, x.shape[:-1])) for member, y_TO in zip(self.members, ys_TO, strict=True)]
 
 
 def group_lora(layer: torch.nn.Module, *, narrow: bool = False) -> list[LoraGroup]:

@@ -4,7 +4,8 @@ y = z Bᵀ + x [W1; W2; ...]ᵀ with z = x [A1; A2; ...]ᵀ, where B holds the a
 multiplied in. Everything that is added is added inside a matrix product: torch takes the sum so far as the product's
 C, which costs a kernel that waits for its inputs anyway next to nothing, while a compiler that sees the parts makes a
 copy of y first (40 ms of a step of 1,180 on an H200, 8B shapes, 16,384 tokens; measured). The rank-sized
-product comes first, so that only the whole sum is rounded.
+product comes first, so that only the whole sum is rounded. The members' gradients are laid side by side in the
+operator as well: a compiler joins that with the rotation of queries and keys into one slow kernel.
 
 Legend of tensor suffixes: T tokens, I inputs, O outputs of all members, R ranks of all members.
 """
@@ -29,7 +30,7 @@ def lora_linear(
     bias_O: torch.Tensor | None,
     adapters: _Adapters,
     narrow: fp8.Fp8Weight | None = None,
-) -> torch.Tensor:
+) -> tuple[torch.Tensor, ...]:
     """Compute LoRA linears that share an input.
 
     Args:
@@ -40,12 +41,14 @@ def lora_linear(
         narrow: the same weights in 8-bit floats, to multiply with those instead.
 
     Returns:
-        Outputs [tokens, outputs of all members].
+        For each member its outputs, [tokens, outputs]; views of one tensor.
     """
     scales = tuple(scale for *_, scale in adapters)
     held = (None,) * 4 if narrow is None else (narrow.w_OI, narrow.scale_1O, narrow.wt_IO, narrow.scale_1I)
     if not torch.is_grad_enabled():
-        return _parts(x_TI, w_OI, bias_O, held, scales, [a for a, *_ in adapters], [b for _, b, _ in adapters])[0]
+        b_matrices = [b_OR for _, b_OR, _ in adapters]
+        y_TO = _parts(x_TI, w_OI, bias_O, held, scales, [a_RI for a_RI, *_ in adapters], b_matrices)[0]
+        return y_TO.split([b_OR.shape[0] for b_OR in b_matrices], dim=1)
     a_and_b = [tensor for a_RI, b_OR, _ in adapters for tensor in (a_RI, b_OR)]
     return _LoraLinears.apply(x_TI, w_OI, bias_O, *held, scales, *a_and_b)
 
@@ -83,7 +86,7 @@ class _LoraLinears(torch.autograd.Function):
         scale_1I: torch.Tensor | None,
         scales: tuple[float, ...],
         *a_and_b: torch.Tensor,
-    ) -> torch.Tensor:
+    ) -> tuple[torch.Tensor, ...]:
         held = (narrow_OI, scale_1O, narrow_IO, scale_1I)
         y_TO, z_TR, a_RI, b_OR = _parts(x_TI, w_OI, bias_O, held, scales, a_and_b[::2], a_and_b[1::2])
         ctx.scales, ctx.dtypes = scales, [tensor.dtype for tensor in a_and_b]
@@ -91,18 +94,19 @@ class _LoraLinears(torch.autograd.Function):
         ctx.narrow = narrow_IO is not None
         weight = (w_OI,) if narrow_IO is None else (narrow_IO, scale_1I)
         ctx.save_for_backward(x_TI, a_RI, b_OR, z_TR, *weight)
-        return y_TO
+        return y_TO.split(ctx.outputs, dim=1)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x_TI, a_RI, b_OR, z_TR, *weight = ctx.saved_tensors
-        d_y_TO = grads[0].contiguous()
+        d_ys_TO = [grad.contiguous() for grad in grads]
         narrow: tuple[torch.Tensor | None, ...] = (None, None)
         if ctx.narrow and ctx.needs_input_grad[0]:
-            narrow = fp8.to_rows(d_y_TO, weight[0].dtype)
+            d_ys_TO = [torch.cat(d_ys_TO, dim=1)] if len(d_ys_TO) > 1 else d_ys_TO
+            narrow = fp8.to_rows(d_ys_TO[0], weight[0].dtype)
         scale_1I = weight[1] if ctx.narrow else None
         d_x_TI, d_a_RI, d_b_OR = torch.ops.surefoot.lora_linear_backward(
-            d_y_TO, *narrow, x_TI, weight[0], scale_1I, a_RI, b_OR, z_TR, ctx.needs_input_grad[0]
+            d_ys_TO, *narrow, x_TI, weight[0], scale_1I, a_RI, b_OR, z_TR, ctx.needs_input_grad[0]
         )
         d_adapters: list[torch.Tensor] = []
         rank = output = 0
@@ -132,7 +136,7 @@ def _forward(
 
 
 def _backward(
-    d_y_TO: torch.Tensor,
+    d_ys_TO: Sequence[torch.Tensor],
     d_y8_TO: torch.Tensor | None,
     scale_T1: torch.Tensor | None,
     x_TI: torch.Tensor,
@@ -144,6 +148,7 @@ def _backward(
     needs_d_x: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the gradients of x, A and B; `weight` is [O, I], or in 8-bit floats [I, O]."""
+    d_y_TO = d_ys_TO[0] if len(d_ys_TO) == 1 else torch.cat(list(d_ys_TO), dim=1)
     d_z_TR = torch.mm(d_y_TO, b_OR)
     d_a_RI, d_b_OR = _wide_product(d_z_TR.T, x_TI), _wide_product(d_y_TO.T, z_TR)
     if not needs_d_x:
@@ -172,10 +177,10 @@ def _fake(x_TI: Any, x8: Any, scale: Any, w_OI: Any, scale_w: Any, bias: Any, a_
 
 
 def _fake_backward(
-    d_y: Any, d_y8: Any, scale: Any, x_TI: Any, w: Any, scale_w: Any, a_RI: Any, b_OR: Any, z: Any, needs: bool
+    d_ys: Any, d_y8: Any, scale: Any, x_TI: Any, w: Any, scale_w: Any, a_RI: Any, b_OR: Any, z: Any, needs: bool
 ) -> tuple[torch.Tensor, ...]:
     del d_y8, scale, w, scale_w, z
-    d_x = torch.empty_like(x_TI) if needs else d_y.new_empty(0)
+    d_x = torch.empty_like(x_TI) if needs else x_TI.new_empty(0)
     wide = _wide_dtype(x_TI)
     return d_x, torch.empty_like(a_RI, dtype=wide), torch.empty_like(b_OR, dtype=wide)
 
@@ -187,7 +192,7 @@ torch.library.define(
 )
 torch.library.define(
     _BACKWARD,
-    "(Tensor dy, Tensor? dy8, Tensor? dy_scale, Tensor x, Tensor w, Tensor? w_scale, Tensor a, Tensor b, Tensor z, "
+    "(Tensor[] dys, Tensor? dy8, Tensor? dy_scale, Tensor x, Tensor w, Tensor? w_scale, Tensor a, Tensor b, Tensor z, "
     "bool needs_dx) -> (Tensor, Tensor, Tensor)",
 )
 torch.library.impl(_FORWARD, "CompositeExplicitAutograd", _forward)

@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 TOLERANCE = 1e-3  # of a norm: far above float32's error in it, and a lost moment falls far below
 SMALLEST = 1e-16  # norms of moments below it are not judged: their squares leave float32's range
 LOST = 0.5  # a second moment that fell below this share of itself between two updates is lost, not flipped
-# On a GPU every so many updates: listing and launching some thousand norms takes the host longer than a small step
-# has to spare. A CPU looks at every update.
-EVERY_ON_GPU = 16
+# On a GPU every so many updates: listing and launching the norms of an 8B model's adapter and its moments takes the
+# host about 4 ms, three times a look (H200, measured), and a step of short chats 130. A CPU looks at every update.
+EVERY_ON_GPU = 64
 TOLD_RATES = 3  # changed learning rates that are told; after them each is put back without another word
 
 
