@@ -3,8 +3,10 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import pytest
+
 import surefoot
-from surefoot.machine.table import load_table
+from surefoot.machine.table import Gpu, load_table
 
 
 def test_every_row_says_where_it_comes_from():
@@ -17,6 +19,8 @@ def test_every_row_says_where_it_comes_from():
         *table.torch,
         *table.placeholders,
         *table.dkms_breaks,
+        *table.channels.values(),
+        *table.repos,
     ):
         assert row.source, row
 
@@ -65,3 +69,25 @@ def test_no_target_list_is_repeated_in_code():
         for file in (root / room).rglob("*.py"):
             for line in file.read_text(encoding="utf-8").splitlines():
                 assert len(re.findall(r"\"gfx\d[0-9a-f]{2,3}\"", line)) < 3, f"{file.name}: {line.strip()}"
+
+
+@pytest.mark.parametrize("row", load_table().gpus.values(), ids=lambda row: row.gfx)
+def test_a_card_is_found_by_its_name_as_people_write_it(row: Gpu) -> None:
+    for product in row.products:
+        found = load_table().gpu_of_name(product)
+        assert found is not None
+        assert product in found.products
+        plain = product.removeprefix("Radeon ").removeprefix("Instinct ").lower().replace(" ", "")
+        assert load_table().gpu_of_name(f"AMD {plain}") == found
+
+
+def test_every_index_says_what_it_serves_and_every_repository_whom() -> None:
+    table = load_table()
+    assert set(table.channels) == set(table.indexes)
+    for channel in table.channels.values():
+        assert channel.disk_gib >= channel.download_gib > 0
+        assert ("{rocm}" in channel.url) <= ("{rocm}" in channel.wheel_tag)
+    for repo in table.repos:
+        assert "{version}" in repo.url
+        assert table.repo(repo.kind, repo.packager, repo.distros[0]) == repo
+    assert table.repo("driver", "dnf", "fedora") is None

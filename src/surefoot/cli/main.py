@@ -13,6 +13,7 @@ from surefoot.cli.env import env
 from surefoot.cli.export import export
 from surefoot.cli.replay import replay
 from surefoot.cli.request import PASS_THROUGH
+from surefoot.cli.setup import setup
 from surefoot.cli.train import train
 from surefoot.cli.version import version
 
@@ -33,6 +34,7 @@ app.command(context_settings=PASS_THROUGH)(replay)
 app.command(context_settings=PASS_THROUGH)(bench)
 app.command()(doctor)
 app.command()(env)
+app.add_typer(setup)
 app.command()(version)
 
 

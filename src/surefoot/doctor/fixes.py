@@ -5,7 +5,7 @@ from __future__ import annotations
 from surefoot.doctor.clues import gpu_words
 from surefoot.machine.facts import Machine
 from surefoot.machine.table import TorchRelease, load_table
-from surefoot.machine.versions import parse_version, short
+from surefoot.machine.versions import Version, parse_version, short
 
 _INSTALL = {
     "apt": "sudo apt install {}",
@@ -31,6 +31,7 @@ _PACKAGES = {
     "modules": {"apt": "linux-modules-extra-{kernel}", "dnf": "kernel-modules-extra"},
     "compiler": {"apt": "build-essential", "dnf": "gcc gcc-c++", "zypper": "gcc gcc-c++", "pacman": "base-devel"},
     "libstdcxx": {"apt": "libstdc++-{gcc}-dev", "dnf": "libstdc++-devel", "zypper": "libstdc++-devel", "pacman": "gcc"},
+    "git": {"apt": "git", "dnf": "git", "zypper": "git", "pacman": "git"},
     "python_dev": {"apt": "python3-dev", "dnf": "python3-devel", "zypper": "python3-devel", "pacman": "python"},
     "ninja": {
         "apt": "ninja-build libaio-dev",
@@ -39,7 +40,7 @@ _PACKAGES = {
         "pacman": "ninja libaio",
     },
 }
-_REMOVE_DKMS = {
+REMOVE_DKMS = {
     "apt": "sudo apt remove amdgpu-dkms",
     "dnf": "sudo dnf remove amdgpu-dkms",
     "zypper": "sudo zypper remove amdgpu-dkms",
@@ -100,13 +101,13 @@ def torch_for(m: Machine) -> tuple[TorchRelease, str] | None:
             continue
         for rocm in reversed(row.rocm):
             version = parse_version(rocm)[:2]
-            allowed = version < (7, 14) and _fits(targets, version) and (not m.driver or _driver_allows(m, version))
+            allowed = version < (7, 14) and fits(targets, version) and (not m.driver or driver_allows(m, version))
             if allowed and targets and targets <= table.wheel_targets(version):
                 return row, rocm
     return None
 
 
-def _fits(targets: set[str], rocm: tuple[int, ...]) -> bool:
+def fits(targets: set[str], rocm: Version) -> bool:
     """Leave out ROCm lines with a known defect: RDNA2 after 6.4, LoRA on gfx120x from 7.2, gfx906 from 6.4."""
     if any(t.startswith("gfx103") for t in targets) and rocm >= (7, 0):
         return False
@@ -115,14 +116,18 @@ def _fits(targets: set[str], rocm: tuple[int, ...]) -> bool:
     return not (targets & {"gfx900", "gfx906"} and rocm >= (6, 4))
 
 
-def _driver_allows(m: Machine, rocm: tuple[int, ...]) -> bool:
+def driver_allows(m: Machine, rocm: Version) -> bool:
+    """Tell whether the loaded out-of-tree driver's published window holds a ROCm; an unknown driver forbids nothing."""
     row = load_table().driver_of(m.driver)
     return row is None or row.userspace[0] <= rocm <= row.userspace[1]
 
 
 def torch_command(m: Machine) -> str:
-    """The exact command that puts a fitting ROCm torch, vision and audio into this environment."""
+    """The exact command that puts a fitting torch into this environment; for AMD cards with its vision and audio."""
     table, tool = load_table(), pip(m)
+    if not m.has_amd:
+        index = "" if m.has_nvidia else f" --index-url {table.indexes['pytorch-cpu']}"
+        return f"{tool} install --force-reinstall torch{index}"
     release = table.rocm[-1]
     listed = [t for t in m.compute_targets if t in release.gfx]
     # AMD's own index where ROCm comes from pip already, under WSL, and for gfx120x: its LoRA fault is mended there.
@@ -193,7 +198,7 @@ def standard_values(m: Machine) -> dict[str, str]:
         "modules": install(m, "modules"),
         "compiler": install(m, "compiler"),
         "libstdcxx": install(m, "libstdcxx"),
-        "remove_dkms": _REMOVE_DKMS.get(m.packager, "# remove the amdgpu-dkms package || 移除 amdgpu-dkms 包"),
+        "remove_dkms": REMOVE_DKMS.get(m.packager, "# remove the amdgpu-dkms package || 移除 amdgpu-dkms 包"),
         "bootloader": _BOOTLOADER.get(m.packager, "# rebuild the boot loader's configuration || 重新生成引导配置"),
         "python_dev": install(m, "python_dev"),
         "ninja": install(m, "ninja"),

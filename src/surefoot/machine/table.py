@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import difflib
+import re
 import sys
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -112,6 +114,56 @@ class TorchRelease:
 
 
 @dataclass(frozen=True)
+class Index:
+    """One index of Python packages that torch comes from.
+
+    Attributes:
+        channel: its short name.
+        url: its address, with `{rocm}` where it depends on the release.
+        wheel_tag: ending of the versions there, with `{rocm}`; empty where no release is pinned.
+        python: first and last Python that it has wheels for; empty where torch's own row says it.
+        download_gib: GiB that torch and what comes with it are, packed.
+        disk_gib: the same, installed.
+        source: where the row comes from.
+    """
+
+    channel: str
+    url: str
+    wheel_tag: str
+    python: tuple[Version, ...]
+    download_gib: float
+    disk_gib: float
+    source: str
+
+
+@dataclass(frozen=True)
+class Repo:
+    """Where a package manager gets AMD's kernel driver or ROCm's tools from.
+
+    Attributes:
+        kind: driver or rocm.
+        packager: apt, dnf or zypper.
+        url: its address, with `{version}` (driver stream or ROCm release) and `{os}` or `{major}` (the distribution's).
+        key: address of the key that signs it.
+        packages: what to install from it.
+        distros: the distributions that it serves.
+        first: packages, with `{major}`, whose own repository those need.
+        codenames: releases of other distributions → the one whose packages they take.
+        source: where the row comes from.
+    """
+
+    kind: str
+    packager: str
+    url: str
+    key: str
+    packages: tuple[str, ...]
+    distros: tuple[str, ...]
+    first: tuple[str, ...]
+    codenames: dict[str, str]
+    source: str
+
+
+@dataclass(frozen=True)
 class DkmsBreak:
     """A DKMS driver that does not build from some kernel on."""
 
@@ -149,6 +201,8 @@ class Table:
         placeholders: names on PyPI to beware of.
         dkms_breaks: drivers that do not build from some kernel on.
         unsupported_asics: GPU targets that ROCm's kernel side refuses → PCI ids.
+        channels: channel → all that is known of that index.
+        repos: package repositories of AMD.
         os_rows: GPU class (instinct, radeon, ryzen) → `distribution release kernel` lines of ROCm 10.0.
     """
 
@@ -164,6 +218,8 @@ class Table:
     placeholders: tuple[Placeholder, ...]
     dkms_breaks: tuple[DkmsBreak, ...]
     unsupported_asics: dict[str, tuple[str, ...]]
+    channels: dict[str, Index] = field(default_factory=dict)
+    repos: tuple[Repo, ...] = ()
     os_rows: dict[str, tuple[str, ...]] = field(default_factory=dict)
 
     def gpu(self, gfx: str) -> Gpu | None:
@@ -183,6 +239,21 @@ class Table:
             if _in_ranges(device, ids):
                 return gfx
         return ""
+
+    def gpu_of_name(self, name: str) -> Gpu | None:
+        """Look up a target by the name of a card, the maker's words left out: `MI300X`, `rx 7900 xtx`."""
+        wanted = _plain(name)
+        return next((row for row in self.gpus.values() if wanted in {_plain(p) for p in row.products}), None)
+
+    def near_names(self, name: str) -> list[str]:
+        """List cards whose names are much like one, nearest first."""
+        known = {_plain(product): product for row in self.gpus.values() for product in row.products}
+        return [known[near] for near in difflib.get_close_matches(_plain(name), known, n=3, cutoff=0.7)]
+
+    def repo(self, kind: str, packager: str, distro: str) -> Repo | None:
+        """Find where a distribution gets AMD's `driver` or `rocm` packages from."""
+        rows = (row for row in self.repos if (row.kind, row.packager) == (kind, packager))
+        return next((row for row in rows if distro in row.distros), None)
 
     def driver_of(self, module: Version) -> Driver | None:
         """Find the driver stream of a version in /sys/module/amdgpu/version: the newest one not above it."""
@@ -204,6 +275,17 @@ class Table:
     def hipblaslt_targets(self, rocm: Version) -> frozenset[str]:
         """Targets that hipBLASLt accepts in a torch built with this ROCm."""
         return frozenset().union(*(gfx for key, gfx in self.hipblaslt.items() if key <= rocm[:2]))
+
+
+_MAKERS = ("amd", "radeon", "instinct", "rx", "pro", "ai")
+
+
+def _plain(name: str) -> str:
+    """Write a card's name for comparison: small letters and digits, without the maker's words in front."""
+    text = re.sub(r"[^a-z0-9]", "", name.lower())
+    while word := next((word for word in _MAKERS if text.startswith(word)), ""):
+        text = text.removeprefix(word)
+    return text
 
 
 def _in_ranges(device: str, ids: tuple[str, ...]) -> bool:
@@ -235,6 +317,24 @@ def _torch(row: dict[str, Any]) -> TorchRelease:
         python=(parse_version(row["python"][0]), parse_version(row["python"][1])),
         source=row["source"],
     )
+
+
+def _index(row: dict[str, Any]) -> Index:
+    return Index(
+        channel=row["channel"],
+        url=row["url"],
+        wheel_tag=row.get("wheel_tag", ""),
+        python=tuple(parse_version(text) for text in row.get("python", [])),
+        download_gib=float(row["download_gib"]),
+        disk_gib=float(row["disk_gib"]),
+        source=row["source"],
+    )
+
+
+def _repo(row: dict[str, Any]) -> Repo:
+    listed = {"packages", "distros"}
+    fields: dict[str, Any] = {key: tuple(value) if key in listed else value for key, value in row.items()}
+    return Repo(**fields | {"first": tuple(row.get("first", ())), "codenames": row.get("codenames", {})})
 
 
 def _by_rocm(rows: list[dict[str, Any]]) -> dict[Version, frozenset[str]]:
@@ -282,5 +382,7 @@ def load_table() -> Table:
             for r in raw["dkms_break"]
         ),
         unsupported_asics={gfx: tuple(ids) for gfx, ids in raw["unsupported_asics"].items()},
+        channels={row["channel"]: _index(row) for row in raw["index"]},
+        repos=tuple(_repo(row) for row in raw["repo"]),
         os_rows={row["family"]: tuple(row["rows"]) for row in raw["os"]},
     )

@@ -31,6 +31,7 @@ class Wish:
         env: one of ENVIRONMENTS.
         folder: where the environment goes; of `system` and `docker`, not used.
         surefoot: what pip installs Surefoot from: a requirement or a folder.
+        index: an index that torch comes from instead of the table's, as a company's mirror is; empty for the table's.
     """
 
     purposes: tuple[str, ...] = ("train",)
@@ -41,17 +42,16 @@ class Wish:
     env: str = "venv"
     folder: str = ".venv"
     surefoot: str = "surefoot"
+    index: str = ""
 
     def __post_init__(self) -> None:
         for name, value, known in (("--source", self.source, ("", *SOURCES)), ("--env", self.env, ENVIRONMENTS)):
             if value not in known:
-                raise UserError(
-                    f"{name} cannot be {value!r}", hint=f"one of {', '.join(k for k in known if k)}", key=name
-                )
+                raise UserError(f"cannot be {value!r}", hint=f"one of {', '.join(k for k in known if k)}", key=name)
         for purpose in self.purposes:
             if purpose not in PURPOSES:
                 raise UserError(
-                    f"--for cannot hold {purpose!r}", hint=f"join some of {', '.join(PURPOSES)} with +", key="--for"
+                    f"cannot hold {purpose!r}", hint=f"join some of {', '.join(PURPOSES)} with +", key="--for"
                 )
 
 
