@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+import surefoot.cli.setup_run
 from surefoot.cli.main import app
 
 
@@ -70,6 +71,9 @@ MISTAKES = [
     (["--yes"], "--yes: answers the questions of --run", "--run"),
     (["--run", "--json"], "--json: does not go with --run", "one command after the other"),
     (["explain", "F35"], "--snapshot stands before `explain`", "options go behind it"),
+    (["--gpu", "RX 6850"], "no card 'RX 6850'", "Radeon RX 6800"),
+    (["--dockerfile", "Dockerfile", "--surefoot", "."], "--surefoot: the whole folder would go", "pip wheel --no-deps"),
+    (["--env", "docker", "--surefoot", "../x"], "and ../x is outside", "pip wheel --no-deps -w . ../x"),
 ]
 
 
@@ -106,3 +110,24 @@ def test_explain_and_advice_answer(machine: str) -> None:
     )
     assert code == 0
     assert json.loads(out)["verdicts"][0]["verdict"] == "wrong"
+
+
+def test_the_smoke_test_says_which_devices_there_are_and_that_torch_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    code, _, err = said("smoke", "--device", "rocm")
+    assert code == 2
+    assert "--device: cannot be 'rocm'" in err
+    monkeypatch.setattr(surefoot.cli.setup_run, "find_spec", lambda _: None)
+    code, _, err = said("smoke")
+    assert code == 2
+    assert "has no torch to train with" in err
+
+
+def test_a_python_that_only_stands_on_the_path_is_not_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "python3.13").write_text("#!/bin/sh\nexit 127\n", encoding="utf-8")
+    (tmp_path / "python3.13").chmod(0o755)
+    machine = tmp_path / "machine.yaml"
+    machine.write_text("base: strix-halo\n", encoding="utf-8")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    code, _, err = said("bundle", str(tmp_path / "bundle"), "--snapshot", str(machine))
+    assert code == 2
+    assert "the plan is for Python 3.13, which is not here" in err
