@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from surefoot.setup.telling import telling
+from surefoot.setup.telling import telling, unreachable
 
 PIP_NOISE = "\n".join(
     [f"Collecting package-{n}\n  Downloading package_{n}-1.0-py3-none-any.whl ({n} kB)" for n in range(200)]
@@ -94,3 +94,9 @@ def test_a_log_that_says_nothing_gives_its_last_lines_and_a_kill_is_named():
 def test_any_text_gives_few_short_lines_that_are_in_it(text, most):
     lines = telling(text, most=most)
     assert len(lines) <= max(most, 3) and all(len(line) <= 300 for line in lines)
+
+
+def test_a_host_that_cannot_be_reached_is_told_from_other_failures():
+    network = telling("ERROR: HTTPConnectionPool: Max retries exceeded (Connection refused)", 1)
+    assert unreachable(network)
+    assert not unreachable(telling("ERROR: [Errno 28] No space left on device", 1))

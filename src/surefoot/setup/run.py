@@ -16,7 +16,7 @@ from surefoot.setup import half_done
 from surefoot.setup.command import run_bash
 from surefoot.setup.journal import SCHEMA, Journal, as_document, as_plan, differences, locked, plan_hash
 from surefoot.setup.plan import STATE_FOLDER, Plan, Step
-from surefoot.setup.telling import telling
+from surefoot.setup.telling import telling, unreachable
 
 if TYPE_CHECKING:
     from surefoot.machine.snapshot import Snapshot
@@ -284,6 +284,9 @@ def _fail(run: _Run, step: Step, code: int, seconds: float) -> None:
         note = f"\nThe journal could not be written either: {error}"
     verdict = _verdict(run, log)
     undo = [f"    {line}" for line in step.undo]
+    if unreachable(lines):
+        verdict.append("a host cannot be reached: begin anew with `surefoot setup --run --index URL`, which skips what is")
+        verdict.append("done, or fetch everything elsewhere with `surefoot setup bundle` and give it as --offline")
     hint = [*verdict, "mend that, then `surefoot setup --run --resume` goes on with this step"]
     if undo:
         hint += ["to undo what it may have done:", *undo]

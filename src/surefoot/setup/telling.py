@@ -81,6 +81,18 @@ def telling(log: str, code: int | None = None, most: int = _MOST) -> tuple[str, 
     return tuple(found)
 
 
+def unreachable(lines: tuple[str, ...]) -> bool:
+    """Say whether lines tell of a host that could not be reached.
+
+    Args:
+        lines: from `telling`.
+
+    Returns:
+        True when one of them does.
+    """
+    return any(_RANKS[1].search(line) for line in lines)
+
+
 def _clean(line: str) -> str:
     """Without colours; of a line that was overwritten by carriage returns, what stood there last."""
     shown = [part for part in _ESCAPES.sub("", line).split("\r") if part.strip()]
