@@ -285,8 +285,8 @@ def _fail(run: _Run, step: Step, code: int, seconds: float) -> None:
     verdict = _verdict(run, log)
     undo = [f"    {line}" for line in step.undo]
     if unreachable(lines):
-        verdict.append("a host cannot be reached: begin anew with `surefoot setup --run --index URL`, which skips what is")
-        verdict.append("done, or fetch everything elsewhere with `surefoot setup bundle` and give it as --offline")
+        verdict.append("a host cannot be reached: begin anew with `surefoot setup --run --index URL`, which skips what")
+        verdict.append("is done, or fetch everything elsewhere with `surefoot setup bundle` and give it as --offline")
     hint = [*verdict, "mend that, then `surefoot setup --run --resume` goes on with this step"]
     if undo:
         hint += ["to undo what it may have done:", *undo]
