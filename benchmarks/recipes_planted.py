@@ -430,4 +430,4 @@ RECIPES: dict[str, tuple[str, Callable[[Lab], Case]]] = {
     "R25": ("gradient from unwritten memory", r25),
     "R26": ("exp overflows in an unselected branch", r26),
 }
-"""Number: title and plant. R27 needs two processes, in which nothing trains yet: `tests/faults` has it."""
+"""Number: title and plant. R27 needs two processes: `tests/ranks` has it."""

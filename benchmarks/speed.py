@@ -83,9 +83,8 @@ def rows_of(job: str, steps: int, vocabulary: int, tiny: bool) -> list[Rows]:
     return table
 
 
-def make_model(shapes: dict[str, Any], device: str) -> Any:
-    """Random weights with LoRA on every linear layer; adapters in float32, as PEFT makes them."""
-    from peft import LoraConfig, get_peft_model
+def plain_model(shapes: dict[str, Any], device: str) -> Any:
+    """Random bfloat16 weights, made on the device."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
@@ -97,8 +96,20 @@ def make_model(shapes: dict[str, Any], device: str) -> Any:
     finally:
         torch.set_default_dtype(before)
     model.config.use_cache = False
+    return model
+
+
+def adapted(model: Any) -> Any:
+    """LoRA of rank 16 on every linear layer; adapters in float32, as PEFT makes them."""
+    from peft import LoraConfig, get_peft_model
+
     config = LoraConfig(r=16, lora_alpha=32, target_modules=LINEARS, task_type="CAUSAL_LM")
     return get_peft_model(model, config).train()
+
+
+def make_model(shapes: dict[str, Any], device: str) -> Any:
+    """Random weights with LoRA."""
+    return adapted(plain_model(shapes, device))
 
 
 def optimizer_of(model: Any, device: str) -> torch.optim.Optimizer:

@@ -20,25 +20,9 @@ from typing import Any
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from speed import LINEARS, SHAPES, TINY, Rows, Step, measure, peer_step, rows_of, say, surefoot_step, sync
+from speed import SHAPES, TINY, Rows, Step, adapted, measure, peer_step, plain_model, rows_of, say, surefoot_step, sync
 
 ONE_B = SHAPES | {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "tie_word_embeddings": True}
-
-
-def plain_model(shapes: dict[str, Any], device: str) -> Any:
-    """Random bfloat16 weights, made on the device."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.bfloat16)
-    try:
-        with torch.device(device):
-            model = LlamaForCausalLM(LlamaConfig(**shapes))
-    finally:
-        torch.set_default_dtype(before)
-    model.config.use_cache = False
-    return model
 
 
 def quantise(model: Any, device: str) -> None:
@@ -61,15 +45,12 @@ def quantise(model: Any, device: str) -> None:
 
 def model_of(kind: str, shapes: dict[str, Any], device: str) -> Any:
     """The model that an arm trains: all of it in float32, or LoRA r=16 over NF4."""
-    from peft import LoraConfig, get_peft_model
-
     model = plain_model(shapes, device)
     if kind == "full":
         return model.float().train()
     quantise(model, device)
     model.requires_grad_(False)
-    config = LoraConfig(r=16, lora_alpha=32, target_modules=LINEARS, task_type="CAUSAL_LM")
-    return get_peft_model(model, config).train()
+    return adapted(model)
 
 
 def step_of(arm: str, kind: str, model: Any, device: str, size: int) -> tuple[Step, str]:
@@ -85,7 +66,7 @@ def step_of(arm: str, kind: str, model: Any, device: str, size: int) -> tuple[St
     if kind == "full":
         model.get_base_model = lambda: model  # as PEFT's wrapper has it: speed.py asks for it
     step, _ = surefoot_step(model, device, ROUND_TO, size)
-    if not compiled_layers(model) and device != "cpu" and kind == "full":
+    if not compiled_layers(model) and device != "cpu":
         compile_layers(model, tell=lambda sentence: say(f"       {sentence}"))
     return step, f"{kind} surefoot, {size} tokens a pass"
 

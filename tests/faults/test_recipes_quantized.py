@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 from fault_runs import close
-from plants import element, huge_product, scaled
+from plants import break_compiled, element, huge_product, scaled
 
 pytest.importorskip("bitsandbytes", reason="bitsandbytes is optional: pip install --no-deps bitsandbytes")
 
@@ -35,6 +35,23 @@ def test_a_product_beyond_float16_is_healed_over_packed_weights(job, planted, in
     assert close(outcome.final_loss, reference.final_loss), (outcome.losses, reference.losses)
 
 
+def test_the_same_in_compiled_layers(job, planted, in_float32, monkeypatch):
+    """As over 16 bits: the layer with the island runs eagerly from then on, the others compiled."""
+    model = planted(huge_product(1, shrink=1e-3))
+    reference = in_float32(model, quantization_bit=4)
+    run = job(model, quantization_bit=4, compile=True)
+    break_compiled(monkeypatch, [])
+    torch.compiler.reset()
+    outcome = run.train()
+    outcome.says("RANGE", module=MLP, op="mul", phase="forward", place="MLP product")
+    outcome.went_on(steps=8)
+    wanted = {("island", MLP), ("compile_off", "model.layers.1")}
+    assert {(change["kind"], change["module"]) for change in outcome.changes} == wanted, outcome.changes
+    layers = [run.module(f"model.layers.{i}") for i in range(4)]
+    assert [layer._compiled_call_impl is not None for layer in layers] == [True, False, True, True]
+    assert close(outcome.final_loss, reference.final_loss), (outcome.losses, reference.losses)
+
+
 def test_a_base_product_beyond_float16_is_laid_to_its_own_module(job, planted, in_float32):
     """The matrix product over the packed weight itself overflows: a weight of the file, not a scale, is too large."""
     model = planted(scaled("model.layers.1.mlp.up_proj.weight", 2e5), dtype=torch.bfloat16)
@@ -42,7 +59,7 @@ def test_a_base_product_beyond_float16_is_laid_to_its_own_module(job, planted, i
     assert not run.rerun().loss_finite
     outcome = run.train()
     assert outcome.diagnosis["class"] == "RANGE", outcome.story()
-    assert outcome.diagnosis["module"] == f"{MLP}.up_proj" and outcome.diagnosis["op"] in ("mm", "addmm", "linear")
+    assert outcome.diagnosis["module"] == f"{MLP}.up_proj" and outcome.diagnosis["op"] in ("mm", "addmm", "addmm_")
     outcome.went_on(steps=8)
     assert outcome.action["verified"] is True
     assert close(outcome.final_loss, reference.final_loss), (outcome.losses, reference.losses)

@@ -10,15 +10,13 @@ import torch
 
 bnb = pytest.importorskip("bitsandbytes", reason="bitsandbytes is optional: pip install --no-deps bitsandbytes")
 
-from peft import LoraConfig, get_peft_model  # noqa: E402
-
 from helpers import save_tiny_model  # noqa: E402
+from quantized_models import KINDS, NAMES, SHAPE, load, wrapped  # noqa: E402
 from surefoot.config import make_config  # noqa: E402
 from surefoot.errors import UserError  # noqa: E402
 from surefoot.guard.checksum import WeightChecksums  # noqa: E402
 from surefoot.model import quantized as quantized_module  # noqa: E402
 from surefoot.model.islands import clear_island, hold_island_weights, set_island  # noqa: E402
-from surefoot.model.load import read_weights  # noqa: E402
 from surefoot.model.lora_quantized import fuse_quantized  # noqa: E402
 from surefoot.model.quantized import (  # noqa: E402
     bitsandbytes_config,
@@ -32,44 +30,21 @@ from surefoot.model.quantized import (  # noqa: E402
 from surefoot.model.source import model_config  # noqa: E402
 from surefoot.model.variants import plain_lora  # noqa: E402
 
-KINDS = [
-    {"quantization_bit": 4},
-    {"quantization_bit": 4, "double_quantization": False},
-    {"quantization_bit": 4, "quantization_type": "fp4"},
-    {"quantization_bit": 8},
-]
-NAMES = ["nf4-double", "nf4", "fp4-double", "int8"]
 UP = "model.layers.1.mlp.up_proj"
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    """Tiny models with biases, by dtype; wide enough for more than one block of scales a row."""
+    """Tiny models with biases, by dtype."""
     made = {}
 
     def folder(dtype):
         if dtype not in made:
             place = tmp_path_factory.mktemp("base")
-            shape = {"hidden_size": 64, "intermediate_size": 128, "attention_bias": True}
-            made[dtype] = save_tiny_model(place, dtype=dtype, **shape)
+            made[dtype] = save_tiny_model(place, dtype=dtype, **SHAPE)
         return made[dtype]
 
     return folder
-
-
-def load(folder, kind, dtype=torch.float32):
-    cfg = make_config(
-        {"model_name_or_path": str(folder), "dataset": "rows", "template": "default", "output_dir": "out"} | kind
-    )
-    config = model_config(cfg)
-    return read_weights(cfg, config, None, bitsandbytes_config(cfg, config, dtype, "cpu"), "cpu")
-
-
-def wrapped(folder, kind, dtype=torch.float32, **settings):
-    model = load(folder, kind, dtype)
-    torch.manual_seed(1)
-    config = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "down_proj"], init_lora_weights=False, **settings)
-    return get_peft_model(model, config)
 
 
 def outputs_and_grads(model, autocast=None):
@@ -200,7 +175,7 @@ def test_layers_that_are_computed_again_give_the_same_gradients(folders):
     assert torch.equal(again, loss) and all(torch.equal(grads_again[name], grad) for name, grad in grads.items())
 
 
-@pytest.mark.parametrize("kind", [KINDS[0], KINDS[3]], ids=["nf4-double", "int8"])
+@pytest.mark.parametrize("kind", KINDS, ids=NAMES)
 def test_compiles_into_one_graph_with_the_same_gradients(folders, kind):
     model = wrapped(folders(torch.bfloat16), kind, torch.bfloat16)
     fuse_quantized(model)

@@ -119,7 +119,7 @@ def _attend(
         return out_THD[None], lse_HT[None]
     outs_PHD, lses_PH = [], []
     with torch.autocast(query.device.type, enabled=False):
-        for bucket in range(len(plan.buckets)):
+        for bucket in range(len(plan.parts[0])):
             q, k, v = (plan.gather(x[0].transpose(0, 1), bucket) for x in (query, key, value))
             out_NHLD, lse_NHL = _forward(_choose(q, k, v, plan, how), q, k, v, how)
             outs_PHD.append(out_NHLD.transpose(1, 2).flatten(0, 1))
@@ -152,7 +152,7 @@ def _attend_backward(
         return d_query, d_key, d_value
     grads: tuple[list[torch.Tensor], ...] = ([], [], [])
     with torch.autocast(query.device.type, enabled=False):
-        for bucket in range(len(plan.buckets)):
+        for bucket in range(len(plan.parts[0])):
             q, k, v = (plan.gather(x[0].transpose(0, 1), bucket) for x in (query, key, value))
             # The padding slots' gradient must be zero, not their last token's: those were never read.
             d, o = plan.gather(grad[0], bucket, blank=True), plan.gather(out[0], bucket)
@@ -180,22 +180,12 @@ class _Plan:
 
     @cached_property
     def parts(self) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
-        """The buckets and the slots, as `split_index` gives them; not made where packed rows are taken as they are."""
+        """Buckets and slots, as `split_index` gives them; not made where packed rows are taken as they are."""
         return split_index(self.index_S, self.shapes_2B)
-
-    @property
-    def buckets(self) -> tuple[torch.Tensor, ...]:
-        """For each bucket the packed position of every slot, int64 [N, L]."""
-        return self.parts[0]
-
-    @property
-    def slots_T(self) -> torch.Tensor:  # noqa: N802
-        """For each packed token but padding its slot among all buckets' slots laid end to end, int64 [T]."""
-        return self.parts[1]
 
     def gather(self, x_THD: torch.Tensor, place: int, *, blank: bool = False) -> torch.Tensor:
         """Return a bucket of packed rows as [N, H, L, ...]; `blank` puts zero into padding slots."""
-        bucket_NL = self.buckets[place]
+        bucket_NL = self.parts[0][place]
         if self.as_it_is:
             rows = x_THD[: bucket_NL.numel()]
         else:
@@ -207,14 +197,14 @@ class _Plan:
     def scatter(self, parts_P: list[torch.Tensor]) -> torch.Tensor:
         """Return all buckets' slots as packed tokens, contiguous, with zero for padding tokens."""
         x_P = parts_P[0] if len(parts_P) == 1 else torch.cat(parts_P)
-        x_T = x_P if self.as_it_is else x_P.index_select(0, self.slots_T)
+        x_T = x_P if self.as_it_is else x_P.index_select(0, self.parts[1])
         if self.padding:
             x_T = F.pad(x_T, (0,) * (2 * x_T.ndim - 1) + (self.padding,))
         return x_T.contiguous()
 
     def _real(self, place: int) -> torch.Tensor:
         """Tell which slots of a bucket hold a token of their own: all but repetitions of the slot before."""
-        bucket_NL = self.buckets[place]
+        bucket_NL = self.parts[0][place]
         real_NL = torch.ones_like(bucket_NL, dtype=torch.bool)
         real_NL[:, 1:] = bucket_NL[:, 1:] != bucket_NL[:, :-1]
         return real_NL.flatten()

@@ -69,7 +69,9 @@ def _parts(
     narrow_OI, scale_1O = held[:2]
     x8_TI, scale_T1 = (None, None) if narrow_OI is None else fp8.to_rows(x_TI, narrow_OI.dtype)
     w_OI = w_OI if narrow_OI is None else narrow_OI
-    y_TO, z_TR = torch.ops.surefoot.lora_linear(x_TI, x8_TI, scale_T1, w_OI, scale_1O, bias_O, a_RI, b_OR)
+    # By itself: a recomputed MLP needs the last linear's rank product again, and not its outputs.
+    z_TR = torch.mm(x_TI, a_RI.T)
+    y_TO = torch.ops.surefoot.lora_linear(x_TI, x8_TI, scale_T1, w_OI, scale_1O, bias_O, z_TR, b_OR)
     return y_TO, z_TR, a_RI, b_OR
 
 
@@ -124,15 +126,14 @@ def _forward(
     w_OI: torch.Tensor,
     scale_1O: torch.Tensor | None,
     bias_O: torch.Tensor | None,
-    a_RI: torch.Tensor,
+    z_TR: torch.Tensor,
     b_OR: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    z_TR = torch.mm(x_TI, a_RI.T)
+) -> torch.Tensor:
     if x8_TI is not None and scale_T1 is not None and scale_1O is not None:
         y_TO = fp8.product(x8_TI, scale_T1, w_OI, scale_1O, x_TI.dtype).addmm_(z_TR, b_OR.T)
-        return (y_TO if bias_O is None else y_TO.add_(bias_O)), z_TR
+        return y_TO if bias_O is None else y_TO.add_(bias_O)
     y_TO = torch.mm(z_TR, b_OR.T) if bias_O is None else torch.addmm(bias_O, z_TR, b_OR.T)
-    return y_TO.addmm_(x_TI, w_OI.T), z_TR
+    return y_TO.addmm_(x_TI, w_OI.T)
 
 
 def _backward(
@@ -150,7 +151,7 @@ def _backward(
     """Return the gradients of x, A and B; `weight` is [O, I], or in 8-bit floats [I, O]."""
     d_y_TO = d_ys_TO[0] if len(d_ys_TO) == 1 else torch.cat(list(d_ys_TO), dim=1)
     d_z_TR = torch.mm(d_y_TO, b_OR)
-    d_a_RI, d_b_OR = _wide_product(d_z_TR.T, x_TI), _wide_product(d_y_TO.T, z_TR)
+    d_a_RI, d_b_OR = wide_product(d_z_TR.T, x_TI), wide_product(d_y_TO.T, z_TR)
     if not needs_d_x:
         return d_y_TO.new_empty(0), d_a_RI, d_b_OR
     if d_y8_TO is not None and scale_T1 is not None and scale_1I is not None:
@@ -160,20 +161,21 @@ def _backward(
     return d_x_TI, d_a_RI, d_b_OR
 
 
-def _wide_product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+def wide_product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     """Return left @ right as it was summed up: in float32 where the kernels give that out."""
-    wide = _wide_dtype(left)
+    wide = wide_dtype(left)
     return torch.mm(left, right) if wide == left.dtype else torch.mm(left, right, out_dtype=wide)
 
 
-def _wide_dtype(tensor: torch.Tensor) -> torch.dtype:
+def wide_dtype(tensor: torch.Tensor) -> torch.dtype:
+    """Return the dtype of `wide_product` for matrices like this one."""
     wide = tensor.device.type == "cuda" and torch.version.hip is None and tensor.element_size() == 2
     return torch.float32 if wide else tensor.dtype
 
 
-def _fake(x_TI: Any, x8: Any, scale: Any, w_OI: Any, scale_w: Any, bias: Any, a_RI: Any, b: Any) -> Any:
-    del x8, scale, scale_w, bias, b
-    return x_TI.new_empty(x_TI.shape[0], w_OI.shape[0]), x_TI.new_empty(x_TI.shape[0], a_RI.shape[0])
+def _fake(x_TI: Any, x8: Any, scale: Any, w_OI: Any, scale_w: Any, bias: Any, z: Any, b: Any) -> Any:
+    del x8, scale, scale_w, bias, z, b
+    return x_TI.new_empty(x_TI.shape[0], w_OI.shape[0])
 
 
 def _fake_backward(
@@ -181,14 +183,13 @@ def _fake_backward(
 ) -> tuple[torch.Tensor, ...]:
     del d_y8, scale, w, scale_w, z
     d_x = torch.empty_like(x_TI) if needs else x_TI.new_empty(0)
-    wide = _wide_dtype(x_TI)
+    wide = wide_dtype(x_TI)
     return d_x, torch.empty_like(a_RI, dtype=wide), torch.empty_like(b_OR, dtype=wide)
 
 
 torch.library.define(
     _FORWARD,
-    "(Tensor x, Tensor? x8, Tensor? x_scale, Tensor w, Tensor? w_scale, Tensor? bias, Tensor a, Tensor b) "
-    "-> (Tensor, Tensor)",
+    "(Tensor x, Tensor? x8, Tensor? x_scale, Tensor w, Tensor? w_scale, Tensor? bias, Tensor z, Tensor b) -> Tensor",
 )
 torch.library.define(
     _BACKWARD,

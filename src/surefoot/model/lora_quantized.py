@@ -1,10 +1,6 @@
-"""Linears over a quantised base, with PEFT's LoRA or without, computed by one autograd function.
+"""Linears over a quantised base, with PEFT's LoRA or without, computed by one function.
 
-y = x Wᵀ + b + s (x Aᵀ) Bᵀ, where W exists only while it is multiplied by: it is expanded in the forward pass and once
-more in the backward pass. As in `lora.py`, the rank-sized product is kept and the adapter's part accumulates inside the
-matrix products. PEFT's forward over bitsandbytes copies the base's output, and makes the adapter's part as tensors of
-full width.
-
+PEFT's forward over bitsandbytes copies the base's output, and makes the adapter's part as tensors of full width.
 Everything computes in the dtype that autocast asks for, else in the input's: bitsandbytes' own forward would compute in
 the dtype of its configuration, also inside a module that shall be float32. 8-bit weights are expanded as well: the
 library's own product would round the inputs to 8 bits, and cast them to float16 before, where large ones overflow.
@@ -19,9 +15,9 @@ from typing import Any
 import torch
 from bitsandbytes.nn import Linear4bit, Linear8bitLt
 from peft.tuners.lora import bnb as peft_bnb
-from torch.nn import functional as F
 
-from surefoot.model.quantized import dequantized
+from surefoot.model.lora_quantized_op import Adapter, quantized_linear
+from surefoot.model.quantized import packed_parts
 
 
 class _Packed(torch.nn.Module):
@@ -60,11 +56,11 @@ class _Fused(torch.nn.Module):
 
 
 class PackedLinear4bit(_Packed, Linear4bit):
-    """bitsandbytes' 4-bit linear, computed by the function below."""
+    """bitsandbytes' 4-bit linear, computed by Surefoot's function."""
 
 
 class PackedLinear8bit(_Packed, Linear8bitLt):
-    """bitsandbytes' 8-bit linear, computed by the function below."""
+    """bitsandbytes' 8-bit linear, computed by Surefoot's function."""
 
 
 class FusedLora4bit(_Fused, peft_bnb.Linear4bit):
@@ -118,62 +114,13 @@ def _linear(base: Any, x: torch.Tensor, lora: Any = None) -> torch.Tensor:
     device = x.device.type
     autocast = torch.is_autocast_enabled(device)
     compute = torch.get_autocast_dtype(device) if autocast else x.dtype
-    a_RI = b_OR = None
-    scale, rank_dtype = 1.0, compute
+    adapter = None
     if lora is not None:
-        (adapter,) = lora.active_adapters
-        a_RI, b_OR, scale = lora.lora_A[adapter].weight, lora.lora_B[adapter].weight, lora.scaling[adapter]
-        rank_dtype = compute if autocast else a_RI.dtype
+        (name,) = lora.active_adapters
+        # float(): as in `lora.py`.
+        a_RI, b_OR, scale = lora.lora_A[name].weight, lora.lora_B[name].weight, float(lora.scaling[name])
+        adapter = Adapter(a_RI, b_OR, scale, compute if autocast else a_RI.dtype)
+    bias_O = None if base.bias is None else base.bias.to(compute)
     with torch.autocast(device, enabled=False):
-        y_TO = _QuantizedLinear.apply(x.to(compute).flatten(0, -2), base, a_RI, b_OR, scale, rank_dtype)
+        y_TO = quantized_linear(x.to(compute).flatten(0, -2), packed_parts(base), bias_O, adapter)
     return y_TO.view(*x.shape[:-1], y_TO.shape[-1])
-
-
-class _QuantizedLinear(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x_TI: torch.Tensor,
-        base: Any,
-        a_RI: torch.Tensor | None,
-        b_OR: torch.Tensor | None,
-        scale: float,
-        rank_dtype: torch.dtype,
-    ) -> torch.Tensor:
-        ctx.base, ctx.scale = base, scale
-        w_OI = dequantized(base, x_TI.dtype)
-        y_TO = F.linear(x_TI, w_OI, None if base.bias is None else base.bias.to(x_TI.dtype))
-        del w_OI
-        if a_RI is None or b_OR is None:
-            return y_TO
-        ctx.dtypes = a_RI.dtype, b_OR.dtype
-        a_RI, b_OR = a_RI.to(rank_dtype), b_OR.to(rank_dtype)
-        z_TR = torch.mm(x_TI.to(rank_dtype), a_RI.T) * scale
-        ctx.save_for_backward(x_TI, a_RI, b_OR, z_TR)
-        return _add_product(y_TO, z_TR, b_OR.T)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        dy_TO = grads[0]
-        wanted, d_a_RI, d_b_OR = ctx.needs_input_grad, None, None
-        dz_TR = a_RI = None
-        saved = ctx.saved_tensors  # asked for once: recomputing layers hands them out once
-        if saved:
-            x_TI, a_RI, b_OR, z_TR = saved
-            dy_rank_TO = dy_TO.to(z_TR.dtype)
-            dz_TR = torch.mm(dy_rank_TO, b_OR) * ctx.scale
-            d_b_OR = torch.mm(dy_rank_TO.T, z_TR).to(ctx.dtypes[1]) if wanted[3] else None
-            d_a_RI = torch.mm(dz_TR.T, x_TI.to(z_TR.dtype)).to(ctx.dtypes[0]) if wanted[2] else None
-        dx_TI = None
-        if wanted[0]:
-            dx_TI = torch.mm(dy_TO, dequantized(ctx.base, dy_TO.dtype))
-            if dz_TR is not None and a_RI is not None:
-                dx_TI = _add_product(dx_TI, dz_TR, a_RI)
-        return dx_TI, None, d_a_RI, d_b_OR, None, None
-
-
-def _add_product(y: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """Return y + left @ right in y's dtype, in place where that is allowed; see `lora.py` for when it is not."""
-    if y.dtype != left.dtype:
-        return torch.addmm(y.to(left.dtype), left, right).to(y.dtype)
-    return torch.addmm(y, left, right) if torch.compiler.is_compiling() else y.addmm_(left, right)

@@ -13,8 +13,8 @@ import importlib.metadata
 import importlib.util
 import json
 import sys
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -165,11 +165,73 @@ def is_quantized(module: torch.nn.Module) -> bool:
     return type(module._parameters.get("weight")).__name__ in PACKED
 
 
-def dequantized(base_layer: Any, dtype: torch.dtype) -> torch.Tensor:
-    """Expand a quantised linear's weight.
+class Packed(NamedTuple):
+    """A packed weight as operators take it: tensors and numbers, nothing of bitsandbytes' own.
+
+    Attributes:
+        tensors: the bytes and the scales; with double quantisation what the scales are expanded from as well: their
+            scales, their code, and their mean.
+        kind: "nf4", "fp4" or "int8".
+        blocks: how many weights share a scale, and how many scales a second one; nothing to 8 bits.
+        shape: outputs and inputs.
+    """
+
+    tensors: list[torch.Tensor]
+    kind: str
+    blocks: list[int]
+    shape: list[int]
+
+
+def packed_parts(base_layer: Any) -> Packed:
+    """Return what a quantised linear's weight is expanded from.
+
+    Args:
+        base_layer: bitsandbytes' Linear4bit or Linear8bitLt, its weight packed.
+
+    Returns:
+        The parts, in place, not copies.
+    """
+    weight, shape = base_layer.weight, [base_layer.out_features, base_layer.in_features]
+    if type(weight).__name__ == "Int8Params":
+        return Packed([weight.data, _row_scales(base_layer)], "int8", [], shape)
+    state = weight.quant_state
+    tensors, blocks = [weight.data, state.absmax], [state.blocksize]
+    if state.nested:
+        tensors += [state.state2.absmax, state.state2.code, state.offset]
+        blocks += [state.state2.blocksize]
+    return Packed(tensors, state.quant_type, blocks, shape)
+
+
+def expand(
+    tensors: Sequence[torch.Tensor], kind: str, blocks: Sequence[int], shape: Sequence[int], dtype: torch.dtype
+) -> torch.Tensor:
+    """Expand a packed weight.
 
     4-bit weights are expanded into `dtype` at once, whatever dtype they were packed from, so that float32 holds what
     the scales and the code say, without a rounding to 16 bits on the way. The operators are bitsandbytes' own.
+
+    Args:
+        tensors: as in `Packed`.
+        kind: as in `Packed`.
+        blocks: as in `Packed`.
+        shape: as in `Packed`.
+        dtype: float32, bfloat16 or float16.
+
+    Returns:
+        The weight, [outputs, inputs], a tensor of its own.
+    """
+    weight, scales, *second = tensors
+    if kind == "int8":
+        return (weight * (scales.unsqueeze(1) / 127.0)).to(dtype)  # rounded once
+    operators = torch.ops.bitsandbytes
+    if second:
+        absmax, code, mean = second
+        scales = operators.dequantize_blockwise(scales, absmax, code, blocks[1], torch.float32) + mean
+    return operators.dequantize_4bit(weight, scales, blocks[0], kind, shape, dtype)
+
+
+def dequantized(base_layer: Any, dtype: torch.dtype) -> torch.Tensor:
+    """Expand a quantised linear's weight.
 
     Args:
         base_layer: bitsandbytes' Linear4bit or Linear8bitLt, its weight packed.
@@ -178,17 +240,7 @@ def dequantized(base_layer: Any, dtype: torch.dtype) -> torch.Tensor:
     Returns:
         The weight, [outputs, inputs], a tensor of its own.
     """
-    weight = base_layer.weight
-    if type(weight).__name__ == "Int8Params":
-        # Rounded once. 127 is no name: torch.compile takes a module's float for an input, and fails (2.11 and 2.13).
-        return (weight.data * (_row_scales(base_layer).unsqueeze(1) / 127.0)).to(dtype)
-    operators, state = torch.ops.bitsandbytes, weight.quant_state
-    scales = state.absmax
-    if state.nested:
-        second = state.state2
-        scales = operators.dequantize_blockwise(scales, second.absmax, second.code, second.blocksize, second.dtype)
-        scales = scales + state.offset
-    return operators.dequantize_4bit(weight.data, scales, state.blocksize, state.quant_type, state.shape, dtype)
+    return expand(*packed_parts(base_layer), dtype)
 
 
 def state_tensors(module: Any) -> dict[str, torch.Tensor]:
