@@ -59,6 +59,7 @@ class LayerBytes:
     Attributes:
         attention: bytes a token without what the MLP alone needs.
         mlp: bytes a token that the MLP alone needs; gone when it is computed again.
+        mlp_entry: bytes a token of the MLP's input: what stays instead when it alone is computed again.
         scores: bytes a token for each token of its row, where attention keeps its scores.
         entry: bytes a token of the layer's input: all that stays when the layer is computed again.
         working: bytes a token that come and go in the backward pass of one layer.
@@ -68,6 +69,7 @@ class LayerBytes:
 
     attention: float
     mlp: float
+    mlp_entry: float
     scores: float
     entry: float
     working: float
@@ -90,12 +92,15 @@ def layer_bytes(shapes: Shapes, how: Numerics) -> LayerBytes:
     # The gradients of the MLP's product, gate and up are alive together, and float32 copies in the norms' backward.
     working = 3 * number * shapes.feed_forward + (1 if how.compiled else 2) * FLOAT32 * shapes.hidden
     cast = how.compute if how.whole and how.casts else 0
+    # An MLP that is computed again starts with the norm's output; the compiler makes one that is wider than products
+    # anew from the residual stream.
     parts = {True: 0, False: 0}
     for linear in shapes.linears:
         parts[linear.in_mlp] += linear.inputs * linear.outputs
     return LayerBytes(
         attention=stays,
         mlp=inner,
+        mlp_entry=0 if how.compiled and how.casts else how.stream * shapes.hidden,
         scores=_score_bytes(shapes, how),
         entry=how.stream * shapes.hidden,
         working=working,

@@ -8,6 +8,7 @@ A layer that cannot be compiled whole runs eagerly from then on, and that is sai
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import time
 from collections.abc import Callable
@@ -212,7 +213,22 @@ def _compiler_settings() -> list[contextlib.AbstractContextManager[Any]]:
         settings.append(inductor.patch({"combo_kernels": True}))
     # The backward graph at once too: what it fails at must show here, where the layer can still run eagerly.
     early = "force_non_lazy_backward_lowering"
-    return [*settings, functorch.patch({early: True})] if hasattr(functorch, early) else settings
+    settings += [functorch.patch({early: True})] if hasattr(functorch, early) else []
+    return [*settings, _Silenced(logging.getLogger("torch._higher_order_ops.wrap"))]
+
+
+class _Silenced(contextlib.AbstractContextManager[None]):
+    """Keeps a logger quiet: torch warns of each tagged checkpoint that it must change nothing in place; none does."""
+
+    def __init__(self, logger: logging.Logger) -> None:
+        self.logger = logger
+        self.before = False
+
+    def __enter__(self) -> None:
+        self.before, self.logger.disabled = self.logger.disabled, True
+
+    def __exit__(self, *_: object) -> None:
+        self.logger.disabled = self.before
 
 
 def _failures() -> tuple[type[BaseException], ...]:

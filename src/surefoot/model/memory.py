@@ -106,7 +106,7 @@ class MemoryModel:
         mlp = tokens * layer.mlp + layer.mlp_casts
         whole = self.alive_layers - choice.layers - choice.mlps
         held = (0 if choice.offload else choice.layers * tokens * layer.entry) + choice.mlps * attention
-        held += whole * (attention + mlp)
+        held += choice.mlps * tokens * layer.mlp_entry + whole * (attention + mlp)
         if not whole:  # one layer at a time is computed again and alive as a whole
             held += mlp if choice.mlps else attention + mlp
         unpacked = self.how.compute * self.dequantized

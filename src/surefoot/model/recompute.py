@@ -8,7 +8,12 @@ from types import MethodType
 from typing import Any
 
 import torch
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+    noop_context_fn,
+)
 
 from surefoot.model.compiled import stop_compiling
 from surefoot.model.forward import base_of
@@ -85,4 +90,15 @@ def _forward(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
     # Inside an island weights are cast only while the forward pass runs: to compute again, they would be others.
     if not self.training or not torch.is_grad_enabled() or has_island(layer) or has_island(self):
         return type(self).forward(self, *args, **kwargs)
-    return checkpoint(partial(type(self).forward, self), *args, use_reentrant=False, **kwargs)
+    # The compiler cuts the graph by its operations' tags. torch 2.11 tags none inside an autograd function, which LoRA
+    # linears are, so that all their outputs would be kept; with a policy each operation is asked for, wherever it is.
+    tags = _tag_all if torch.compiler.is_compiling() else noop_context_fn
+    return checkpoint(partial(type(self).forward, self), *args, use_reentrant=False, context_fn=tags, **kwargs)
+
+
+def _tag_all() -> Any:
+    return create_selective_checkpoint_contexts(_again)
+
+
+def _again(*_: Any, **__: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.PREFER_RECOMPUTE
