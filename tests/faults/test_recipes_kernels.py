@@ -89,30 +89,3 @@ def test_the_bug_is_one(job):
     x = torch.ones(2, 3, requires_grad=True)
     Bug.apply(x).sum().backward()
     assert x.grad is not None and int(x.grad.isnan().sum()) == 1
-
-
-def _rank(rank: int, place: str, results: str) -> None:
-    """One of two processes; the second one's gradient is infinite."""
-    import json
-    from pathlib import Path
-
-    from surefoot.guard.consensus import agree
-
-    torch.distributed.init_process_group("gloo", init_method=f"file://{place}", rank=rank, world_size=2)
-    try:
-        square = torch.tensor(float("inf") if rank == 1 else 4.0)
-        first = agree(square, {"loss": torch.tensor(False)})
-        second = agree(torch.tensor(4.0), {"loss": torch.tensor(False)})  # after the replay, nobody hangs
-    finally:
-        torch.distributed.destroy_process_group()
-    said = [first.decision, list(first.ranks), list(first.reasons), second.decision]
-    Path(f"{results}-{rank}.json").write_text(json.dumps(said))
-
-
-def test_r27_all_ranks_replay_the_step_that_one_of_them_found_bad(tmp_path):
-    """The product trains in one process so far; tested is what it will decide with: no hang, one verdict, the rank."""
-    import json
-
-    torch.multiprocessing.spawn(_rank, (str(tmp_path / "meet"), str(tmp_path / "said")), nprocs=2)
-    said = [json.loads((tmp_path / f"said-{rank}.json").read_text()) for rank in range(2)]
-    assert said[0] == said[1] == ["REPLAY", [1], ["gradient"], "APPLY"]

@@ -8,8 +8,8 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 
-def make_console(*, stderr: bool) -> Console:
-    """Make a console on stderr or stdout."""
+def make_console(*, stderr: bool, quiet: bool = False) -> Console:
+    """Make a console on stderr or stdout; a quiet one shows nothing."""
     from rich.console import Console
 
-    return Console(stderr=stderr)
+    return Console(stderr=stderr, quiet=quiet)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import os
+
 import typer
 
 from surefoot.cli.outcome import exit_codes
 from surefoot.cli.request import split_request
+from surefoot.errors import WorkError
 
 
 def train(ctx: typer.Context, debug: bool = typer.Option(False, "--debug", help="Show tracebacks.")) -> None:
-    """Fine-tune a model.
+    """Fine-tune a model; on a machine with several cards, on all of them.
 
     surefoot train job.yaml [key=value ...] [--key value ...]
     """
@@ -20,11 +23,25 @@ def train(ctx: typer.Context, debug: bool = typer.Option(False, "--debug", help=
 
         cfg = load_config(path, overrides, purpose="train")
 
+        from surefoot.cli.launch import become, launch_command
+
+        if command := launch_command(cfg, [*ctx.args, *(["--debug"] if debug else [])], os.environ):
+            become(command)
+
         from surefoot.cli.console import make_console
         from surefoot.run.folder import RunFolder
         from surefoot.run.job import run_job
+        from surefoot.train.ranks import OtherRankError, Place
 
-        folder = RunFolder.of(cfg)
+        folder, place = RunFolder.of(cfg), Place.of(os.environ)
         crash.path = folder.crash_report
-        done = run_job(cfg, make_console(stderr=True))
-        print("\n".join(done.summary()))
+        try:
+            done = run_job(cfg, make_console(stderr=True, quiet=place.rank > 0))
+        except WorkError as error:
+            from surefoot.guard.check import NonFiniteStepError
+
+            if place.rank > 0 and isinstance(error, OtherRankError | NonFiniteStepError):
+                raise typer.Exit(error.exit_code) from None  # the main process says it
+            raise
+        if place.rank == 0:
+            print("\n".join(done.summary()))

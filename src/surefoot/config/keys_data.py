@@ -41,4 +41,4 @@ class DataKeys(Keys):
     enable_thinking: bool | None = works(True, "Thinking blocks of reasoning templates.", purposes=ALWAYS)
     preserve_thinking: bool = works(False, "Keep thinking in earlier answers.", purposes=ALWAYS)
     tokenized_path: str | None = works(None, "Folder to save tokenised rows to, or to load them from.")
-    data_shared_file_system: bool = accepted(False, "All nodes see the same disk.", why.ONE_PROCESS)
+    data_shared_file_system: bool = accepted(False, "All nodes see the same disk.", why.ONCE_A_MACHINE)

@@ -86,7 +86,7 @@ class TrainingKeys(Keys):
     include_for_metrics: list[str] = accepted([], "What to hand to metrics.", why.EVAL_LOSS_ONLY)
     eval_do_concat_batches: bool = accepted(True, "Join the batches' predictions.", why.EVAL_LOSS_ONLY)
     batch_eval_metrics: bool = accepted(False, "Compute metrics batch by batch.", why.EVAL_LOSS_ONLY)
-    eval_use_gather_object: bool = accepted(False, "How predictions are gathered.", why.ONE_PROCESS)
+    eval_use_gather_object: bool = accepted(False, "How predictions are gathered.", why.MAIN_SPEAKS)
     predict_with_generate: bool = not_yet(False, "Generate in evaluation, for BLEU and ROUGE.", why.PREDICT)
     generation_max_length: int | None = accepted(None, "Longest generated text.", why.WITH_GENERATE)
     generation_num_beams: int | None = accepted(None, "Beams when generating.", why.WITH_GENERATE)
@@ -102,7 +102,7 @@ class TrainingKeys(Keys):
     save_total_limit: int | None = works(None, "Most checkpoints to keep; none or 0 for all.", ge=0)
     save_only_model: bool = works(False, "Save weights without what resuming needs.")
     save_safetensors: bool = not_yet(True, "Write safetensors.", why.SAFETENSORS_ONLY)
-    save_on_each_node: bool = accepted(False, "Save on every node.", why.ONE_PROCESS)
+    save_on_each_node: bool = accepted(False, "Save on every node.", why.MAIN_SPEAKS)
     resume_from_checkpoint: bool | str | None = works(
         None, "Checkpoint to go on from; true for the last, false for never. Default: the last, if there is one."
     )
@@ -123,7 +123,7 @@ class TrainingKeys(Keys):
     disable_tqdm: bool | None = accepted(None, "No progress bars.", why.BARS_ON_TERMINALS)
     log_level: LogLevel = accepted("passive", "How much is printed.", why.OWN_LOGGING)
     log_level_replica: LogLevel = accepted("warning", "How much other processes print.", why.OWN_LOGGING)
-    log_on_each_node: bool = accepted(True, "Print on every node.", why.ONE_PROCESS)
+    log_on_each_node: bool = accepted(True, "Print on every node.", why.MAIN_SPEAKS)
     include_tokens_per_second: bool = accepted(False, "Log tokens per second.", why.ALWAYS_COUNTED)
     include_num_input_tokens_seen: bool | Literal["all", "non_padding", "no"] = accepted(
         False, "Count tokens.", why.ALWAYS_COUNTED
@@ -161,16 +161,16 @@ class TrainingKeys(Keys):
     fsdp_transformer_layer_cls_to_wrap: str | None = accepted(None, "Old.", why.WITH_FSDP)
     accelerator_config: SettingsOrPath | None = not_yet(None, "Settings of accelerate.", why.DISTRIBUTED)
     parallelism_config: Any | None = not_yet(None, "How to spread the model.", why.DISTRIBUTED)
-    local_rank: int = accepted(-1, "Number of this process.", why.ONE_PROCESS)
-    ddp_backend: Literal["nccl", "gloo", "mpi", "ccl", "hccl", "cncl", "mccl"] | None = accepted(
-        None, "How processes talk.", why.ONE_PROCESS
+    local_rank: int = accepted(-1, "Number of this process.", why.BY_LAUNCHER)
+    ddp_backend: Literal["nccl", "gloo", "mpi", "ccl", "hccl", "cncl", "mccl"] | None = works(
+        None, "How processes talk.", refused=dict.fromkeys(("mpi", "ccl", "hccl", "cncl", "mccl"), why.TALK)
     )
-    ddp_timeout: int = accepted(1800, "Seconds that processes wait for each other.", why.ONE_PROCESS)
-    ddp_find_unused_parameters: bool | None = accepted(None, "Look for unused weights.", why.ONE_PROCESS)
-    ddp_bucket_cap_mb: int | None = accepted(None, "Size of gradient buckets.", why.ONE_PROCESS)
-    ddp_broadcast_buffers: bool | None = accepted(None, "Share buffers.", why.ONE_PROCESS)
-    master_addr: str | None = accepted(None, "Address of the first process.", why.ONE_PROCESS)
-    master_port: str | int | None = accepted(None, "Its port.", why.ONE_PROCESS)
+    ddp_timeout: int = works(1800, "Seconds that processes wait for each other.", ge=1)
+    ddp_find_unused_parameters: bool | None = accepted(None, "Look for unused weights.", why.OWN_SUM)
+    ddp_bucket_cap_mb: int | None = accepted(None, "Size of gradient buckets.", why.OWN_SUM)
+    ddp_broadcast_buffers: bool | None = accepted(None, "Share buffers.", why.OWN_SUM)
+    master_addr: str | None = accepted(None, "Address of the first process.", why.BY_LAUNCHER)
+    master_port: str | int | None = accepted(None, "Its port.", why.BY_LAUNCHER)
     ray_num_workers: int = accepted(1, "Processes under Ray.", why.RAY)
     ray_init_kwargs: SettingsOrPath | None = accepted(None, "Settings of Ray.", why.RAY)
     ray_scope: str | None = accepted("last", "Which trial of a search counts.", why.RAY)

@@ -48,9 +48,25 @@ TEXT_ONLY = Reason(
     "It concerns images, videos and audio; models are trained on text only so far.",
     "只与图像、视频和音频有关；目前只训练文本模型。",
 )
-ONE_PROCESS = Reason(
-    "It concerns runs with several processes; this version trains with one.",
-    "只与多进程运行有关；当前版本为单进程训练。",
+BY_LAUNCHER = Reason(
+    "The launcher (torchrun, `accelerate launch`, or `surefoot train` itself) tells it through the environment.",
+    "由启动器（torchrun、`accelerate launch` 或 `surefoot train` 自身）通过环境变量告知各进程。",
+)
+MAIN_SPEAKS = Reason(
+    "One process writes and speaks for all; with several machines, `output_dir` must be on a disk that all see.",
+    "由一个进程统一写入和输出；多机时 `output_dir` 须位于所有机器都能访问的磁盘上。",
+)
+ONCE_A_MACHINE = Reason(
+    "The first process of each machine encodes the rows into its cache, and the others read them there.",
+    "每台机器由首个进程将数据编码进缓存，其余进程从缓存读取。",
+)
+OWN_SUM = Reason(
+    "Gradients are summed once a step in one piece, without DDP's wrapper; there is nothing to tune.",
+    "梯度每步一次整体求和，不经过 DDP 封装，无需调整。",
+)
+TALK = Reason(
+    "Processes talk through NCCL (RCCL on AMD), or gloo on the CPU; leave it out.",
+    "进程间通过 NCCL（AMD 上为 RCCL）通信，CPU 上用 gloo；请去掉该键。",
 )
 TOKEN_TABLE = Reason(
     "Tokenised rows lie memory-mapped on disk and are read in place; no loader processes are needed.",
@@ -196,8 +212,8 @@ BACKENDS = Reason(
     "不支持其他训练后端；请去掉该键，使用 Surefoot 自己的训练循环。",
 )
 DISTRIBUTED = Reason(
-    "Training on several GPUs comes in a later version; leave it out to train on one.",
-    "多卡训练将在后续版本提供；请去掉该键，使用单卡训练。",
+    "A model is not sharded yet; leave it out: `surefoot train` uses every card, each with the whole model.",
+    "尚不支持切分模型；请去掉该键：`surefoot train` 会使用所有卡，每张卡保存完整模型。",
 )
 PREFERENCES = Reason(
     "Preference stages come in a later version; `stage: sft` on the chosen answers trains today.",

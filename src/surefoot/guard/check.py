@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import torch
 
 from surefoot.data.messages import Sample
 from surefoot.errors import WorkError
+from surefoot.guard.consensus import FLAGS, Flagged, first_to_blame, read_flags
 
 
 @dataclass(frozen=True)
@@ -28,6 +30,7 @@ class StepCheck:
         moments_lost: the update left moments smaller than it can have made them.
         chance: what the loss would be on average with labels drawn by lot, in nats; 0 when it is not known.
         samples: that made the step.
+        flagged: which of several ranks found what; empty with one.
     """
 
     step: int
@@ -41,6 +44,12 @@ class StepCheck:
     moments_lost: bool = False
     chance: float = 0.0
     samples: tuple[Sample, ...] = ()
+    flagged: Flagged = field(default_factory=dict)
+
+    @property
+    def leader(self) -> int:
+        """The rank that looks for the cause of a fault: the first one that has it."""
+        return first_to_blame(self.flagged)
 
     @property
     def loss(self) -> float:
@@ -103,6 +112,7 @@ class DeviceCheck:
         clip: what the unscaled gradients were multiplied by; float32 scalar.
         chance: what the step's loss would be with labels drawn by lot; float32 scalar, 0 when it is not known.
         samples: that made the step.
+        flags_FR: what each of several ranks has found before the gradients were summed, float32 [flags, ranks].
     """
 
     step: int
@@ -119,14 +129,24 @@ class DeviceCheck:
     clip: torch.Tensor
     chance: torch.Tensor
     samples: tuple[Sample, ...] = ()
+    flags_FR: torch.Tensor | None = None
     _copied: tuple[torch.Tensor, torch.cuda.Event | None] | None = None
 
-    def start_reading(self) -> None:
-        """Start the copy to the host, without waiting for it."""
+    def start_reading(self, gather: Callable[[torch.Tensor], torch.Tensor] | None = None) -> None:
+        """Start the copy to the host, without waiting for it.
+
+        Args:
+            gather: collects a vector of every rank, [ranks, numbers]; None with one. All ranks then read the first
+                one's numbers, and who found what.
+        """
         numbers = torch.cat(
             [self.losses_P, self.norms_N,
              torch.stack([self.norm, self.weights_bad, self.state_changed, self.moments_lost, self.chance])]
         )  # fmt: skip
+        if gather is not None:
+            assert self.flags_FR is not None
+            all_RN = gather(numbers)
+            numbers = torch.cat([all_RN[0], self.flags_FR.flatten(), all_RN[:, -4:-1].t().flatten()])
         if numbers.device.type != "cuda":
             self._copied = (numbers, None)
             return
@@ -147,7 +167,11 @@ class DeviceCheck:
         values = numbers.tolist()
         passes, tensors = len(self.losses_P), len(self.norms_N)
         losses, norms = values[:passes], values[passes : passes + tensors]
-        norm, weights_bad, state_changed, moments_lost, chance = values[passes + tensors :]
+        norm, weights_bad, state_changed, moments_lost, chance, *flags = values[passes + tensors :]
+        flagged: dict[str, tuple[int, ...]] = {}
+        if self.flags_FR is not None:
+            flagged = read_flags((*FLAGS, "weights", "state", "moments"), flags, self.flags_FR.shape[1])
+            weights_bad, state_changed, moments_lost = (n in flagged for n in ("weights", "state", "moments"))
         return StepCheck(
             self.step,
             tuple(losses),
@@ -155,11 +179,12 @@ class DeviceCheck:
             norm,
             dict(zip(self.names, norms, strict=True)),
             self.loss_scale,
-            weights_finite=weights_bad == 0.0,
-            state_changed=state_changed != 0.0,
-            moments_lost=moments_lost != 0.0,
+            weights_finite=not weights_bad,
+            state_changed=bool(state_changed),
+            moments_lost=bool(moments_lost),
             chance=chance,
             samples=self.samples,
+            flagged=flagged,
         )
 
 

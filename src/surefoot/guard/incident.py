@@ -55,6 +55,7 @@ class Incident:
         device: "torch" (the device as torch names it), "name", and on AMD "arch".
         versions: of surefoot, torch, transformers and peft.
         plan: the precision plan that was in force.
+        step_tokens: trained tokens of the whole step where `samples` are one rank's share; None when they are all.
     """
 
     folder: Path
@@ -74,6 +75,7 @@ class Incident:
     device: dict[str, str]
     versions: dict[str, str]
     plan: dict[str, Any]
+    step_tokens: int | None = None
 
     @property
     def settings(self) -> Path:
@@ -183,6 +185,7 @@ def read_incident(folder: Path) -> Incident:
             device={str(k): str(v) for k, v in record["device"].items()},
             versions={str(k): str(v) for k, v in record["versions"].items()},
             plan=dict(plan),
+            step_tokens=None if record.get("step_tokens") is None else int(record["step_tokens"]),
         )
     except UserError:
         raise
@@ -266,6 +269,7 @@ def _record(scene: Scene, diagnosis: Diagnosis, seen: Seen) -> dict[str, Any]:
         "step": scene.step,
         "loss_scale": scene.loss_scale,
         "tokens_per_pass": scene.tokens_per_pass,
+        "step_tokens": scene.step_tokens,
         "packs": scene.forward.packs,
         "chunked": scene.forward.chunked,
         "recompute": _recomputes(scene.forward.model),

@@ -25,10 +25,12 @@ class Journal:
 
     Args:
         path: the file. It and its folder are made by the first event; a resumed run goes on in the same file.
+        writes: False for a rank that only remembers, because another one writes the file.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, writes: bool = True) -> None:
         self.path = path
+        self.writes = writes
         self.events: list[dict[str, Any]] = []
 
     def keep(self, count: int) -> None:
@@ -45,6 +47,8 @@ class Journal:
         if self.path.is_dir():
             raise UserError(f"{self.path} is a folder", hint="move it away: the guard writes its journal there")
         self.events = read_journal(self.path)[:count] if count else []
+        if not self.writes:
+            return
         if self.events:
             write_text(self.path, "".join(json.dumps(event, ensure_ascii=False) + "\n" for event in self.events))
         else:
@@ -99,7 +103,8 @@ class Journal:
         } | more
         plain = as_json(line)
         with explain_disk_errors(self.path):
-            self._append(json.dumps(plain, ensure_ascii=False, allow_nan=False))
+            if self.writes:
+                self._append(json.dumps(plain, ensure_ascii=False, allow_nan=False))
         self.events.append(plain)
         return plain
 

@@ -95,6 +95,7 @@ class Scene:
         loss_scale: the factor on the loss.
         random_state: of all generators at the step's start, from `get_random_state`.
         before_pass: called with each batch before it runs (NEFTune hears of the rows' lengths).
+        step_tokens: trained tokens of the whole step where `samples` are one rank's share; None when they are all.
     """
 
     model: Any
@@ -106,11 +107,12 @@ class Scene:
     loss_scale: float
     random_state: dict[str, Any]
     before_pass: Callable[[PackedBatch], None] | None = None
+    step_tokens: int | None = None
 
     @property
     def trained_tokens(self) -> int:
         """Tokens that carry loss in the whole step: the loss is a mean over them."""
-        return count_trained(self.samples)
+        return count_trained(self.samples) if self.step_tokens is None else self.step_tokens
 
     def trained_parameters(self) -> dict[str, torch.nn.Parameter]:
         """Return the trained parameters by name, as the model names them."""

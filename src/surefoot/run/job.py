@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from surefoot.config import Config
+    from surefoot.train.ranks import Ranks
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,11 +73,15 @@ def run_job(cfg: Config, console: Console) -> JobResult:
         WorkError: the training failed.
     """
     from surefoot.machine.device import choose_device
+    from surefoot.train.ranks import Place, Ranks, device_of
 
     def say(message: str) -> None:
         console.print(message, highlight=False, markup=False, soft_wrap=True)
 
-    folder = RunFolder.of(cfg)
+    folder, place = RunFolder.of(cfg), Place.of(os.environ)
+    if place.restarts and folder.checkpoints():
+        # A launcher has started this run's processes again: what stands there is the run's own.
+        cfg = cfg.model_copy(update={"overwrite_output_dir": False, "resume_from_checkpoint": True})
     tell_settings(cfg, say)
     cfg, applied = apply_plan(plan_for(cfg), cfg, os.environ)
     for entry in applied:
@@ -84,34 +89,61 @@ def run_job(cfg: Config, console: Console) -> JobResult:
     trackers_wanted = wanted_trackers(cfg)
     if trackers_wanted:
         say(f"Trackers: {', '.join(trackers_wanted)}.")
-    choice = choose_device(cfg.device)
-    say(choice.message)
-    folder.check(cfg)
+    choice = choose_device(device_of(cfg, place))
+    ranks = Ranks.join(cfg, choice.device, os.environ)
+    say(choice.message if ranks.alone else f"{choice.message} {place.world} processes, this is {ranks.names[0]}.")
+    try:
+        done = _run(cfg, ranks, choice.device, console, say, applied)
+    except BaseException as error:
+        ranks.announce(error)
+        raise
+    ranks.leave()
+    return done
 
+
+def _run(
+    cfg: Config,
+    ranks: Ranks,
+    device: str,
+    console: Console,
+    say: Callable[[str], None],
+    applied: list[dict[str, Any]],
+) -> JobResult:
+    """Prepare the data, load the model and train, in this process of the run."""
     from surefoot.data.prepare import prepare_data
     from surefoot.model.load import load_model
     from surefoot.train.run import run_training
 
+    folder = RunFolder.of(cfg)
+    ranks.on(0, lambda: folder.check(cfg))
     tokenizer, template = load_prompts(cfg)
     with PreprocessingProgress(console) as preprocessing:
-        data = prepare_data(cfg, tokenizer, template, progress=preprocessing)
+        # One process a machine reads and encodes; the others find the rows in its cache.
+        data = ranks.first_of_host(
+            lambda first: prepare_data(
+                cfg if first else cfg.model_copy(update={"overwrite_cache": False}),
+                tokenizer, template, progress=preprocessing,
+            )
+        )  # fmt: skip
     data.report.render(console)
-    loaded = load_model(cfg, tokenizer, choice.device)
+    loaded = load_model(cfg, tokenizer, device)
     for note in loaded.notes:
         say(note)
-
+    is_adapter = cfg.finetuning_type == "lora"
+    if not ranks.is_main:
+        result = run_training(cfg, loaded, tokenizer, data, [], device, ranks)
+        return JobResult(result, folder.path, (), is_adapter, overwrites=cfg.overwrite_output_dir)
     record = RunRecord(cfg, folder, data.report.to_json(), environment_record(applied, os.environ))
     progress = Progress(console)
     trackers = Trackers(start_trackers(cfg, folder.path), log_window(cfg), say)
     try:
-        result = run_training(cfg, loaded, tokenizer, data, [record, progress, trackers], choice.device)
+        result = run_training(cfg, loaded, tokenizer, data, [record, progress, trackers], device, ranks)
     except BaseException:
         # Ctrl-C and errors alike: the screen, the log and the curves up to here are what a person needs next.
         progress.close()
         trackers.close()
         record.failed()
         raise
-    is_adapter = cfg.finetuning_type == "lora"
     return JobResult(result, folder.path, tuple(record.plots), is_adapter, overwrites=cfg.overwrite_output_dir)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from surefoot.data.batch import count_trained
+from surefoot.errors import WorkError
 from surefoot.guard.plan import Plan
 from surefoot.guard.preflight import Finding, preflight
 from surefoot.guard.preflight_compiled import check_compiled
@@ -31,18 +32,33 @@ def look_before_training(run: Run) -> None:
     run.guard.repair_scale(run)
     if run.guard.mode != "off" and run.cfg.guard_preflight and run.state.step == 0:
         samples = tuple(run.samples_of(0))
+        runner = run.runner
+        if not run.ranks.alone:  # all look at the same rows, and find the same
+            samples = tuple(runner.share_of(samples, 0))
         if count_trained(samples) > 0:
-            runner = run.runner
             scene = Scene(run.model, runner.forward, runner.device, 1, samples, runner.tokens_per_pass,
                           runner.scale.value, random_state, runner.before_pass)  # fmt: skip
-            if compiled := check_compiled(scene):
-                _act(run, compiled)
-            for finding in preflight(scene, tell=run.tell, learning_rate=run.cfg.learning_rate):
+            if compiled := _alike(run, [found] if (found := check_compiled(scene)) else []):
+                _act(run, compiled[0])
+            for finding in _alike(run, preflight(scene, tell=run.tell, learning_rate=run.cfg.learning_rate)):
                 _act(run, finding)
             _take_up_new_parameters(run)
             run.model.zero_grad(set_to_none=True)
         set_random_state(random_state, run.runner.device)
     run.guard.start(run, random_state)
+
+
+def _alike(run: Run, findings: list[Finding]) -> list[Finding]:
+    """Return the findings; of several ranks, refuse to go on where one has found what another has not."""
+    found = run.ranks.gather([f"{f.diagnosis.fault} {f.diagnosis.module or f.diagnosis.place}" for f in findings])
+    odd = next((rank for rank, those in enumerate(found) if those != found[0]), None)
+    if odd is not None:
+        raise WorkError(
+            f"the look before step 1 found {', '.join(found[0]) or 'nothing'} on {run.ranks.names[0]}, but "
+            f"{', '.join(found[odd]) or 'nothing'} on {run.ranks.names[odd]}",
+            hint="the same arithmetic must give the same on both: run `surefoot doctor` there, or leave that card out",
+        )
+    return findings
 
 
 def _take_up_new_parameters(run: Run) -> None:

@@ -81,7 +81,9 @@ def healthy_scenes(run: Run, scene: Scene) -> list[Scene]:
     total = run.schedule.total_steps
     near = [n for n in (scene.step - 1, scene.step - 2, scene.step + 1, scene.step + 2) if 1 <= n <= total][:2]
     steps = [(n, tuple(run.samples_of(n - 1))) for n in near]
-    return [replace(scene, step=n, samples=samples) for n, samples in steps if samples and count_trained(samples)]
+    # Whole steps, also where the scene is one rank's share of its own.
+    whole = replace(scene, step_tokens=None)
+    return [replace(whole, step=n, samples=samples) for n, samples in steps if samples and count_trained(samples)]
 
 
 def apply_treatment(
@@ -105,7 +107,7 @@ def apply_treatment(
         case "stop":
             keeper.stop(run, diagnosis, treatment.action)
         case "retry":
-            keeper.stop_if(run, diagnosis, keeper.memory.add_transient(scene.step, run.runner.device))
+            keeper.stop_if(run, diagnosis, keeper.memory.add_transient(scene.step, device_of(run, diagnosis)))
         case "scale":
             assert treatment.loss_scale is not None
             run.runner.scale.lower_to(treatment.loss_scale)
@@ -136,6 +138,11 @@ def apply_treatment(
     keeper.acted(run, diagnosis, treatment.action, treatment.verified, began, steps_lost=lost)
 
 
+def device_of(run: Run, diagnosis: Diagnosis) -> str:
+    """Return the device that a fault was found on; of several ranks, which one's."""
+    return run.runner.device if run.ranks.alone else run.ranks.names[diagnosis.details.get("rank", 0)]
+
+
 def reload_weights(keeper: Keeper, run: Run, diagnosis: Diagnosis, began: float) -> None:
     """Read frozen weights that have changed in memory from their files again, and go back to before they had.
 
@@ -154,7 +161,7 @@ def reload_weights(keeper: Keeper, run: Run, diagnosis: Diagnosis, began: float)
     for name in names:
         if not keeper.frozen.sums.reload(run.model, name, folder):
             keeper.stop(run, diagnosis, f"stopped: {name} cannot be read from its file as it was")
-    keeper.stop_if(run, diagnosis, keeper.memory.add_transient(diagnosis.step, run.runner.device))
+    keeper.stop_if(run, diagnosis, keeper.memory.add_transient(diagnosis.step, device_of(run, diagnosis)))
     before = run.state.step
     at = keeper.go_back(run, min(before, keeper.frozen.sound_at))
     keeper.acted(run, diagnosis, f"read {shown(names)} from its file again", True, began, steps_redone=before - at)

@@ -18,6 +18,7 @@ import torch
 from surefoot.guard.check import DeviceCheck, StepCheck, shown
 from surefoot.guard.diagnosis import Diagnosis
 from surefoot.guard.names import leaf_name, owner_name
+from surefoot.train.cures import device_of
 
 if TYPE_CHECKING:
     from surefoot.train.keeper import Keeper
@@ -203,21 +204,27 @@ class Integrity:
             True when the state was damaged and the run was put back to before it.
         """
         now, known = self._take_norms(), self._known
-        if known is None or not known.comparable(now) or not bool(now.differ_from(known)):
+        differs = known is not None and known.comparable(now) and bool(now.differ_from(known))
+        found = self._run.ranks.gather(differs)
+        if not any(found):
             return False
         self._compared = (known, now)
-        self._go_back(replace(check, state_changed=True))
+        ranks = tuple(rank for rank, there in enumerate(found) if there)
+        self._go_back(replace(check, state_changed=True, flagged={"state": ranks}))
         return True
 
     def _go_back(self, check: StepCheck) -> None:
         run, keeper, began = self._run, self._keeper, time.perf_counter()
-        diagnosis = self._diagnose(check)
+        leader = check.leader
+        diagnosis = run.ranks.on(leader, lambda: self._diagnose(check))
+        if not run.ranks.alone:
+            diagnosis = replace(diagnosis, details=diagnosis.details | {"rank": leader})
         no_more = keeper.memory.add_alarm(check.step)
         keeper.journal.write("alarm", None, step=check.step, loss=check.loss, grad_norm=check.grad_norm)
         keeper.journal.write("diagnosis", diagnosis)
         if keeper.mode != "heal":
             keeper.stop(run, diagnosis, "stopped, as `guard: watch` asks")
-        no_more = no_more or keeper.memory.add_transient(check.step, run.runner.device)
+        no_more = no_more or keeper.memory.add_transient(check.step, device_of(run, diagnosis))
         if no_more:
             keeper.stop(run, diagnosis, no_more)
         before = run.state.step

@@ -9,6 +9,7 @@ from __future__ import annotations
 import shutil
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -57,17 +58,19 @@ class Keeper:
     points: RestorePoints | None
     integrity: Integrity | None
 
-    def __init__(self, cfg: Config) -> None:
+    def __init__(self, cfg: Config, *, writes: bool = True) -> None:
         """Take the settings.
 
         Args:
             cfg: the YAML; `guard`, `output_dir` and `model_name_or_path` are read.
+            writes: False on a rank whose files another one writes.
         """
+        self._writes = writes
         self.mode = cfg.guard
         self.memory = Memory()
         self._cfg = cfg
         self._folder = Path(cfg.output_dir) / "surefoot"
-        self.journal = Journal(self._folder / "guard.jsonl")
+        self.journal = Journal(self._folder / "guard.jsonl", writes=writes)
         self.frozen = None
         self.points = None
         self.integrity = None
@@ -133,7 +136,8 @@ class Keeper:
         self.memory.skipped_at |= plan.skipped_at
         if self.frozen:
             self.frozen.sums.renew(run.model)  # islands hold their weights in another dtype
-        write_plan(self._folder / "precision_plan.json", self.memory.plan())
+        if self._writes:
+            write_plan(self._folder / "precision_plan.json", self.memory.plan())
         self._times.changed()
 
     def without_skipped(self, step: int, samples: list[Sample]) -> list[Sample]:
@@ -178,25 +182,32 @@ class Keeper:
         began = time.perf_counter()
         self._times.interrupted()
         no_more = self.memory.add_alarm(check.step)
+        ranks, leader, scene = run.ranks, check.leader, attempt.scene
+        where = "" if ranks.alone else f" Found on {ranks.names[leader]}."
         if self.mode == "off":
             self.journal.write("stopped", None, step=check.step, action="stopped before the update", loss=check.loss,
                                grad_norm=check.grad_norm, loss_scale=check.loss_scale)  # fmt: skip
             raise NonFiniteStepError(
-                f"{check.describe()} It was not applied.",
+                f"{check.describe()}{where} It was not applied.",
                 hint="`guard: heal` names the cause and mends it where it can",
             )
-        run.tell(f"Guard: {check.describe()} Nothing was applied; looking for the cause.")
+        seen = ranks.on(leader, lambda: attempt.seen(check))
+        run.tell(f"Guard: {seen.describe()}{where} Nothing was applied; looking for the cause.")
         self.journal.write("alarm", None, step=check.step, loss=check.loss, grad_norm=check.grad_norm,
-                           loss_scale=check.loss_scale, bad_tensors=len(check.bad_tensors),
-                           tensors=len(check.norms))  # fmt: skip
-        scene = attempt.scene
-        diagnosis = diagnose_attempt(run, scene, check, self.frozen.sums if self.frozen else None)
+                           loss_scale=check.loss_scale, bad_tensors=len(seen.bad_tensors),
+                           tensors=len(seen.norms))  # fmt: skip
+        sums = self.frozen.sums if self.frozen else None
+        diagnosis = ranks.on(leader, lambda: diagnose_attempt(run, scene, seen, sums))
+        if where:
+            diagnosis = replace(diagnosis, evidence=(*diagnosis.evidence, where.strip()),
+                                details=diagnosis.details | {"rank": leader, "ranks": check.flagged})  # fmt: skip
         self.journal.write("diagnosis", diagnosis)
-        self._keep_incident(scene, diagnosis, check)
+        self._incident = ranks.on(leader, lambda: self._keep_incident(scene, diagnosis, seen))
         if self.mode == "watch":
             self.stop(run, diagnosis, "stopped before the update, as `guard: watch` asks")
         self.stop_if(run, diagnosis, no_more)
-        treatment = treat(scene, diagnosis, healthy_scenes(run, scene), self.memory.changes)
+        kept = self.memory.changes
+        treatment = ranks.on(leader, lambda: treat(scene, diagnosis, healthy_scenes(run, scene), kept))
         apply_treatment(self, run, scene, diagnosis, treatment, began)
         return False
 
@@ -237,12 +248,18 @@ class Keeper:
             True when the run was put back to an earlier step.
         """
         began = time.perf_counter()
-        changed = self.frozen.changed(run.model, step) if self.frozen else []
-        if not changed:
+        if self.frozen is None:
             return False
+        sound_at = self.frozen.sound_at
+        found = run.ranks.gather(self.frozen.changed(run.model, step))
+        leader = next((rank for rank, names in enumerate(found) if names), None)
+        if leader is None:
+            return False
+        self.frozen.sound_at, changed = sound_at, found[leader]  # a rank whose own weights are sound goes back as well
+        where = {} if run.ranks.alone else {"rank": leader}
         evidence = f"{shown(changed)} {'is' if len(changed) == 1 else 'are'} frozen, yet its checksum has changed."
         diagnosis = Diagnosis(step, "TRANSIENT", module=changed[0].rpartition(".")[0], phase="forward",
-                              evidence=(evidence,), details={"tensors": changed})  # fmt: skip
+                              evidence=(evidence,), details={"tensors": changed} | where)  # fmt: skip
         self.journal.write("alarm", None, step=step)
         self.journal.write("diagnosis", diagnosis)
         if self.mode != "heal":
@@ -253,7 +270,7 @@ class Keeper:
     def go_back(self, run: Run, before: int) -> int:
         """Put the run to a restore point with at most `before` steps done; return its step."""
         assert self.points is not None
-        at = self.points.go_back(run, before)
+        at = run.ranks.same("the restore point", self.points.go_back(run, before))
         if self.frozen:
             self.frozen.sound_at = min(self.frozen.sound_at, at)
         if self.integrity:
@@ -321,6 +338,8 @@ class Keeper:
     def clear(self) -> None:
         """Before a run that starts anew: remove what an overwritten one has left."""
         self.journal.keep(0)
+        if not self._writes:
+            return
         (self._folder / "precision_plan.json").unlink(missing_ok=True)
         shutil.rmtree(self._folder / "incidents", ignore_errors=True)
 
@@ -402,9 +421,9 @@ class Keeper:
             acted[-1] |= self._times.before_and_after()
         return summarize(events)
 
-    def _keep_incident(self, scene: Scene, diagnosis: Diagnosis, check: StepCheck) -> None:
+    def _keep_incident(self, scene: Scene, diagnosis: Diagnosis, check: StepCheck) -> Path:
         plan = self.memory.plan().to_json()
-        self._incident = write_incident(
+        return write_incident(
             self._folder / "incidents", scene, diagnosis, yaml=self._cfg.to_yaml(), plan=plan, seen=Seen.of_check(check)
         )
 

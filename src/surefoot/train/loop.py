@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,7 @@ from surefoot.train.clock import Clock
 from surefoot.train.evaluate import evaluate
 from surefoot.train.events import EvalEvent, Listener, TrainResult
 from surefoot.train.gate import Gate
+from surefoot.train.ranks import Ranks
 from surefoot.train.schedule import Schedule
 from surefoot.train.signals import StopRequest
 from surefoot.train.step import Attempt, StepRunner
@@ -76,6 +78,7 @@ class Run:
         stop: set by SIGINT and SIGTERM.
         guard: what is done about a step that is not finite, or far off.
         looks_ahead: compute a step's gradients while the verdict on the step before travels to the host.
+        ranks: that train together.
         state: what was done so far.
     """
 
@@ -95,6 +98,7 @@ class Run:
     stop: StopRequest
     guard: Keeper
     looks_ahead: bool = False
+    ranks: Ranks = field(default_factory=Ranks)
     state: RunState = field(default_factory=RunState)
 
     def samples_of(self, done: int) -> list[Sample]:
@@ -132,6 +136,8 @@ def train(run: Run) -> TrainResult:
         attempt = next_attempt(run, pending) if pending is None or run.looks_ahead else None
         if pending is not None:
             check = pending.check.read()
+            if "exception" in check.flagged:
+                run.ranks.stop_for(pending.error)
             try:
                 passed = run.guard.settle(run, pending, check)
             except NonFiniteStepError:
@@ -143,12 +149,13 @@ def train(run: Run) -> TrainResult:
                 continue  # what was computed ahead stood on a step that was not
             losses[check.step] = check.loss
             clock.tell(run, check, _commit(run, pending))
-            tokens, random_state = count_trained(pending.scene.samples), attempt.scene.random_state if attempt else None
+            tokens, random_state = count_trained(pending.samples), attempt.scene.random_state if attempt else None
             if run.guard.watch(run, check, tokens, random_state):
                 pending = None
                 losses = {step: loss for step, loss in losses.items() if step <= run.state.step}
                 continue
-            stopped_by = _between_steps(run, attempt)
+            stopping = bool(run.stop.requested) if run.ranks.alone else "stop" in check.flagged
+            stopped_by = _between_steps(run, attempt, stopping)
         pending = attempt
         if pending is not None and not stopped_by:
             apply_step(run, pending)
@@ -170,7 +177,12 @@ def next_attempt(run: Run, pending: Attempt | None) -> Attempt | None:
     done = run.state.step + (pending is not None)
     if done >= run.schedule.total_steps:
         return None
-    samples = run.samples_of(done)
+    try:
+        samples = run.samples_of(done)
+    except Exception as error:
+        if run.ranks.alone:
+            raise
+        return run.runner.compute(done + 1, (), error)  # so that the others hear of it
     if count_trained(samples) == 0:
         if pending is None:
             run.guard.nothing_to_train(run, samples)
@@ -190,6 +202,8 @@ def apply_step(run: Run, attempt: Attempt) -> None:
     integrity = run.guard.integrity
     if integrity is not None:
         integrity.before_update(check)
+        if not run.ranks.alone:  # what one rank finds closes every rank's gate
+            check.bad = torch.maximum(check.bad, run.ranks.spread(check.bad).amax())
     factor = run.guard.learning_rate_factor(run)
     rates = [group["lr"] for group in run.optimizer.param_groups]
     for group, rate in zip(run.optimizer.param_groups, rates, strict=True):
@@ -200,13 +214,13 @@ def apply_step(run: Run, attempt: Attempt) -> None:
     for group, rate in zip(run.optimizer.param_groups, rates, strict=True):
         group["lr"] = rate
     run.optimizer.zero_grad(set_to_none=True)
-    check.start_reading()
+    check.start_reading(None if run.ranks.alone else run.ranks.spread)
 
 
 def _commit(run: Run, attempt: Attempt) -> float:
     """Advance what only an applied step may advance; return the learning rate that it was applied with."""
     learning_rate = run.scheduler.get_last_lr()[0]
-    samples = attempt.scene.samples
+    samples = attempt.samples
     run.scheduler.step()
     run.runner.scale.applied()
     run.state.step += 1
@@ -216,28 +230,32 @@ def _commit(run: Run, attempt: Attempt) -> float:
     return learning_rate
 
 
-def _between_steps(run: Run, ahead: Attempt | None) -> str:
+def _between_steps(run: Run, ahead: Attempt | None, stopping: bool) -> str:
     """Evaluate and save where the schedule says so; return what stops the run, if anything does."""
     stopped_by = ""
     evaluated = run.schedule.evaluates_at(run.state.step)
     if evaluated:
         evaluate_all(run)
-    if run.stop.requested:
+    if stopping:
         stopped_by = "signal"
     elif evaluated and run.cfg.early_stopping_steps:
         stopped_by = "early stopping" if run.state.evaluations_without_gain >= run.cfg.early_stopping_steps else ""
-    if run.schedule.saves_at(run.state.step) or run.stop.requested or _just_best(run, evaluated):
+    if run.schedule.saves_at(run.state.step) or stopping or _just_best(run, evaluated):
         # Random numbers as they stood when this step ended, not after what was computed ahead.
         save(run, ahead.scene.random_state if ahead else get_random_state(run.runner.device))
     return stopped_by
 
 
 def evaluate_all(run: Run) -> None:
-    """Evaluate every set, tell the numbers, and remember whether they are the best so far."""
+    """Evaluate every set, tell the numbers, and remember whether they are the best so far.
+
+    Of several ranks, the main one evaluates.
+    """
     values: dict[str, float] = {}
     total_loss = total = 0.0
+    runner = run.runner
     for name, table in run.evals.items():
-        numbers = evaluate(run.runner.forward, table, run.runner.device, run.runner.tokens_per_pass)
+        numbers = run.ranks.on(0, partial(evaluate, runner.forward, table, runner.device, runner.tokens_per_pass))
         event = EvalEvent(
             step=run.state.step,
             total_steps=run.schedule.total_steps,
@@ -261,12 +279,18 @@ def evaluate_all(run: Run) -> None:
 
 
 def save(run: Run, random_state: dict[str, Any]) -> None:
-    """Write a verified checkpoint and remove those beyond the limit.
+    """Write a verified checkpoint and remove those beyond the limit; of several ranks, the main one does.
 
     Args:
         run: after a committed step.
         random_state: of all generators as that step left them.
     """
+    folder = run.ranks.on(0, lambda: _write_checkpoint(run, random_state))
+    for listener in run.listeners:
+        listener.saved(run.state.step, folder)
+
+
+def _write_checkpoint(run: Run, random_state: dict[str, Any]) -> Path:
     tensors = None
     if not run.cfg.save_only_model:
         tensors = {
@@ -292,8 +316,7 @@ def save(run: Run, random_state: dict[str, Any]) -> None:
     if run.cfg.load_best_model_at_end and run.state.best_step is not None:
         keep.add(run.output_dir / f"checkpoint-{run.state.best_step}")
     rotate(run.output_dir, run.cfg.save_total_limit, keep)
-    for listener in run.listeners:
-        listener.saved(run.state.step, folder)
+    return folder
 
 
 def _just_best(run: Run, evaluated: bool) -> bool:

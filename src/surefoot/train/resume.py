@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 TRAJECTORY_KEYS = (
     "stage", "finetuning_type", "lora_rank", "lora_alpha", "lora_dropout", "lora_target", "use_rslora", "use_dora",
     "additional_target", "freeze_trainable_layers", "freeze_trainable_modules", "freeze_extra_modules",
-    "use_llama_pro", "per_device_train_batch_size", "gradient_accumulation_steps", "learning_rate", "weight_decay",
+    "use_llama_pro", "learning_rate", "weight_decay",
     "adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm", "num_train_epochs", "max_steps",
     "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_ratio", "warmup_steps", "optim", "optim_args", "seed",
     "data_seed", "bf16", "fp16", "compute_dtype", "label_smoothing_factor", "neftune_noise_alpha",
@@ -30,19 +30,33 @@ TRAJECTORY_KEYS = (
 SAMPLED = 4096  # numbers of a tensor that identify it
 
 
-def fingerprint(cfg: Config, data: str, model: str) -> dict[str, str]:
+def fingerprint(cfg: Config, data: str, model: str, ranks: int = 1) -> dict[str, str]:
     """Digest what a run's numbers depend on, part by part, so that a difference can be named.
 
     Args:
         cfg: the YAML.
         data: fingerprint of the encoded training data.
         model: what identifies the base model, from `model_identity`.
+        ranks: that train together. What counts is how many samples make a step, not who computes them.
 
     Returns:
         A value for each setting and for "data" and "model".
     """
     settings = {key: json.dumps(getattr(cfg, key), default=str, sort_keys=True) for key in TRAJECTORY_KEYS}
-    return settings | {"data": data, "model": model}
+    return settings | {"samples_per_step": str(samples_per_step(cfg, ranks)), "data": data, "model": model}
+
+
+def samples_per_step(cfg: Config, ranks: int) -> int:
+    """Return how many samples make an optimizer step, counted as LLaMA-Factory counts them.
+
+    Args:
+        cfg: the YAML.
+        ranks: that train together.
+
+    Returns:
+        Samples of all ranks together.
+    """
+    return cfg.per_device_train_batch_size * cfg.gradient_accumulation_steps * ranks
 
 
 def model_identity(base: Any) -> str:

@@ -124,7 +124,8 @@ class RestorePoints:
         at = self._restore(run, before)
         self.points = [point for point in self.points if point.state.step <= at] or self.points[:1]
         doomed = [f for f in find_checkpoints(run.output_dir) if int(f.name.rpartition("-")[2]) > at]
-        remove_folders(doomed)
+        if run.ranks.is_main:
+            remove_folders(doomed)
         for listener in run.listeners:
             listener.rewound(at)
         run.model.zero_grad(set_to_none=True)

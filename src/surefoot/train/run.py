@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,7 +28,7 @@ from surefoot.model.randomness import get_random_state
 from surefoot.model.recompute import recompute, recomputed, turn_on_recompute
 from surefoot.model.shapes import read_shapes
 from surefoot.train.before import look_before_training
-from surefoot.train.checkpoint import remove_weights, save_model, sweep, verify_weights
+from surefoot.train.checkpoint import read_checkpoint, remove_weights, save_model, sweep, verify_weights
 from surefoot.train.events import Listener, RunFacts, TrainResult
 from surefoot.train.gate import Gate
 from surefoot.train.keeper import Keeper
@@ -35,8 +36,9 @@ from surefoot.train.loop import Run, evaluate_all, train
 from surefoot.train.loss_scale import LossScale
 from surefoot.train.neftune import Neftune
 from surefoot.train.optimizer import build_optimizer, build_scheduler
+from surefoot.train.ranks import Ranks
 from surefoot.train.restore import load_trained_weights, restore
-from surefoot.train.resume import choose_checkpoint, fingerprint, model_identity, refuse_other_run
+from surefoot.train.resume import choose_checkpoint, fingerprint, model_identity, refuse_other_run, samples_per_step
 from surefoot.train.schedule import make_schedule
 from surefoot.train.signals import StopRequest
 from surefoot.train.single import SingleRows
@@ -47,6 +49,9 @@ if TYPE_CHECKING:
     from surefoot.data.prepare import PreparedData
 
 
+ECHO = 10.0  # seconds in which a launcher passes a signal on that its processes have had already
+
+
 def run_training(
     cfg: Config,
     loaded: LoadedModel,
@@ -54,6 +59,7 @@ def run_training(
     data: PreparedData,
     listeners: Sequence[Listener],
     device: str,
+    ranks: Ranks | None = None,
 ) -> TrainResult:
     """Train, checkpoint and save a model.
 
@@ -64,6 +70,7 @@ def run_training(
         data: the encoded training and evaluation data.
         listeners: who hears of the run.
         device: where the model lives, as torch names it.
+        ranks: that train together; None for this process alone.
 
     Returns:
         How the run ended. The trained weights stand verified in `output_dir`.
@@ -73,16 +80,18 @@ def run_training(
         UserError: the data or a checkpoint does not belong to this model.
     """
     output_dir = Path(cfg.output_dir)
-    with only_writer(output_dir), StopRequest() as stop:
-        sweep(output_dir)
-        run = assemble(cfg, loaded, tokenizer, data, listeners, device, stop)
+    ranks = ranks or Ranks()
+    with only_writer(output_dir) if ranks.is_main else nullcontext(), StopRequest(0.0 if ranks.alone else ECHO) as stop:
+        if ranks.is_main:
+            sweep(output_dir)
+        run = assemble(cfg, loaded, tokenizer, data, listeners, device, stop, ranks)
         resumed_from = run.state.step
         trainable, total = loaded.parameters
         facts = RunFacts(
             total_steps=run.schedule.total_steps,
             epochs=run.schedule.epochs,
             samples=run.order.samples,
-            samples_per_step=cfg.per_device_train_batch_size * cfg.gradient_accumulation_steps,
+            samples_per_step=samples_per_step(cfg, ranks.place.world),
             trainable_parameters=trainable,
             total_parameters=total,
             precision=str(loaded.precision),
@@ -116,6 +125,7 @@ def assemble(
     listeners: Sequence[Listener],
     device: str,
     stop: StopRequest,
+    ranks: Ranks | None = None,
 ) -> Run:
     """Put a run together, restored from its checkpoint if it goes on from one.
 
@@ -127,6 +137,7 @@ def assemble(
         listeners: who hears of the run.
         device: where the model lives, as torch names it.
         stop: set by stop signals.
+        ranks: that train together; None for this process alone.
 
     Returns:
         The run, at its first step to do.
@@ -140,11 +151,14 @@ def assemble(
             listener.told(message)
 
     assert data.train is not None
+    ranks = ranks or Ranks()
     refuse_unknown_tokens(data, loaded)
     make_deterministic(cfg, device)
-    order = order_of(cfg, data)
+    order = order_of(cfg, data, ranks.place.world)
     forward, order = _make_forward(cfg, loaded, order, device, tell)
     runner = make_runner(cfg, loaded, forward, data, device, tell)
+    runner.ranks, runner.seed, runner.stopping = ranks, cfg.seed, lambda: bool(stop.requested)
+    ranks.copy_from_main_(list(runner.trained.values()))
     schedule = make_schedule(cfg, order, evaluates=bool(data.evals))
     optimizer = build_optimizer(loaded.model, cfg)
     run = Run(
@@ -159,12 +173,14 @@ def assemble(
         scheduler=build_scheduler(optimizer, cfg, schedule.total_steps),
         schedule=schedule,
         output_dir=Path(cfg.output_dir),
-        fingerprint=fingerprint(cfg, data.train.fingerprint, model_identity(base_of(loaded.model))),
+        fingerprint=fingerprint(cfg, data.train.fingerprint, model_identity(base_of(loaded.model)), ranks.place.world),
         listeners=listeners,
         stop=stop,
-        guard=Keeper(cfg),
+        guard=Keeper(cfg, writes=ranks.is_main),
         looks_ahead=device != "cpu",
+        ranks=ranks,
     )
+    ranks.same("the run", run.fingerprint | {"row packing": str(forward.packs)})
     _take_up(run)
     return run
 
@@ -193,18 +209,21 @@ def _take_up(run: Run) -> None:
     """Go on from a precision plan and a checkpoint, where there are such; else clear what an earlier run left."""
     cfg, keeper = run.cfg, run.guard
     plan = read_plan(cfg.precision_plan) if cfg.precision_plan else None
-    checkpoint = choose_checkpoint(cfg, run.output_dir, run.tell)
+    checkpoint = run.ranks.on(0, lambda: choose_checkpoint(cfg, run.output_dir, run.tell))
+    if checkpoint and not run.ranks.is_main:
+        read_checkpoint(checkpoint.folder)  # what this rank sees of it must be whole as well
     if checkpoint is None:
         keeper.clear()
     if plan:
         _use_plan(run, plan)
     if checkpoint:
-        differing = refuse_other_run(checkpoint, run.fingerprint, anyway=cfg.resume_anyway)
+        known = checkpoint
+        differing = run.ranks.on(0, lambda: refuse_other_run(known, run.fingerprint, anyway=cfg.resume_anyway))
         if differing:
             run.tell(f"Going on from {checkpoint.folder.name} though it differs in {', '.join(differing)}.")
         keeper.remember_birth(run, get_random_state(run.runner.device))
         restore(run, checkpoint)
-    elif removed := remove_weights(run.output_dir):
+    elif removed := run.ranks.on(0, lambda: remove_weights(run.output_dir)):
         run.tell(f"Removed what the overwritten run had left: {', '.join(removed)}.")
 
 
@@ -293,14 +312,18 @@ def finish(run: Run, result: TrainResult) -> None:
         run.state.evaluated_at = None  # what was evaluated last is not what is saved
     if run.cfg.do_eval and run.evals and run.state.evaluated_at != run.state.step:
         evaluate_all(run)
+    run.ranks.on(0, lambda: _save_result(run))
+
+
+def _save_result(run: Run) -> None:
     with whole_files(run.output_dir) as temporary:
         save_model(temporary, run.model, run.tokenizer, with_embeddings=run.guard.memory.embeddings_mended)
         verify_weights(temporary)
 
 
-def order_of(cfg: Config, data: PreparedData) -> StepOrder:
-    """Decide which samples make each step: shuffled each epoch by the seed, or as a stream comes."""
-    per_step = cfg.per_device_train_batch_size * cfg.gradient_accumulation_steps
+def order_of(cfg: Config, data: PreparedData, ranks: int = 1) -> StepOrder:
+    """Decide which samples make each step of all ranks: shuffled each epoch by the seed, or as a stream comes."""
+    per_step = samples_per_step(cfg, ranks)
     if hasattr(data.train, "lengths"):
         seed = cfg.seed if cfg.data_seed is None else cfg.data_seed
         return TableOrder(data.train, per_step, seed, shuffle=not cfg.disable_shuffling)  # type: ignore[arg-type]

@@ -80,12 +80,16 @@ class _Trial:
         counts = [_count_wrong(sample, self.run.tokenizer.eos_token_id) for sample in self.samples]
         return 2 * sum(counts) >= max(1, count_trained(self.samples))
 
-    @torch.no_grad()
     def rise(self) -> float | None:
         """Run rows of the last well steps again, as they ran in training, and compare their log loss with that time.
 
-        The newest of these steps is left out where there are others: the update before it may be the bad one.
+        Of several ranks, the main one does.
         """
+        return self.run.ranks.on(0, self._rise)
+
+    @torch.no_grad()
+    def _rise(self) -> float | None:
+        # The newest of these steps is left out where there are others: the update before it may be the bad one.
         chosen: list[_Past] = []
         for past in reversed(self.past[:-1] or self.past):
             chosen.append(past)
@@ -237,7 +241,7 @@ class SpikeKeeper:
         scene = Scene(run.model, run.runner.forward, run.runner.device, spike.step, check.samples,
                       run.runner.tokens_per_pass, 1.0, state)  # fmt: skip
         with torch.enable_grad():
-            loss = scene.rerun().loss
+            loss = run.ranks.on(0, lambda: scene.rerun().loss)
         set_random_state(state, run.runner.device)
         # Nearer to the spike than to what is usual, on the log scale that the detector works on.
         if not loss > (usual * check.loss) ** 0.5:

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
-from surefoot.data.batch import PackedBatch, split_into_passes
+from surefoot.data.batch import PackedBatch, count_trained, split_into_passes
+from surefoot.data.deal import cost_of, deal
 from surefoot.data.messages import Sample
 from surefoot.errors import WorkError
-from surefoot.guard.check import DeviceCheck, check_gradients
-from surefoot.guard.scene import Scene
+from surefoot.guard.check import DeviceCheck, StepCheck, check_gradients
+from surefoot.guard.consensus import FLAGS, write_flags
+from surefoot.guard.scene import Passes, Scene
 from surefoot.model.forward import LossForward
 from surefoot.model.memory import MemoryPlan
 from surefoot.model.randomness import get_random_state, set_random_state
 from surefoot.train.loss_scale import LossScale
+from surefoot.train.ranks import Ranks
 
 MIN_PASS_TOKENS = 16
 
@@ -26,12 +29,30 @@ class Attempt:
     """A step whose gradients stand in the parameters, not applied yet.
 
     Attributes:
-        scene: what it takes to compute it again.
-        check: the verdict on it, on the device.
+        scene: what it takes to compute it again; of several ranks, this one's share.
+        check: the verdict on it, on the device; of several ranks, on what all of them made together.
+        samples: of the whole step.
+        own: the verdict on this rank's share alone; None with one rank, or where nothing of the step fell to it.
+        error: that this rank's computation raised, to be raised again when all ranks know.
     """
 
     scene: Scene
     check: DeviceCheck
+    samples: tuple[Sample, ...]
+    own: DeviceCheck | None = None
+    error: Exception | None = None
+
+    def seen(self, check: StepCheck) -> StepCheck:
+        """Return what this rank saw of a step that is not finite: its own share of it, if that is at fault.
+
+        Args:
+            check: the verdict on the whole step, read by the host.
+
+        Returns:
+            The verdict on the share, or on the whole where the share is sound.
+        """
+        own = self.own.read() if self.own and not check.finite else check
+        return check if own.finite else replace(own, samples=self.scene.samples, flagged=check.flagged)
 
 
 @dataclass
@@ -50,6 +71,9 @@ class StepRunner:
         recompute_more: called when the longest row alone does not fit; returns False when it can do nothing.
         largest_pass: tokens of the largest pass that was run, and fitted.
         most_passes: of a step that was run.
+        ranks: that compute a step together.
+        seed: of the run; several ranks draw each step's random numbers from it.
+        stopping: says whether this process was asked to stop; of several ranks, all must know.
         trained: the trained parameters by name.
     """
 
@@ -64,33 +88,43 @@ class StepRunner:
     recompute_more: Callable[[], bool] | None = None
     largest_pass: int = 0
     most_passes: int = 0
+    ranks: Ranks = field(default_factory=Ranks)
+    seed: int = 0
+    stopping: Callable[[], bool] = bool
     trained: dict[str, torch.nn.Parameter] = field(init=False)
 
     def __post_init__(self) -> None:
         self.trained = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
 
-    def compute(self, step: int, samples: Sequence[Sample]) -> Attempt:
+    def compute(self, step: int, samples: Sequence[Sample], error: Exception | None = None) -> Attempt:
         """Leave a step's scaled gradients in the parameters, and their verdict on the device.
 
-        The loss is the mean over all trained tokens of the step, however the samples are laid out in passes. A pass
-        that does not fit is computed again with half the tokens and the same random numbers.
+        The loss is the mean over all trained tokens of the step, however the samples are laid out in passes and dealt
+        to ranks. A pass that does not fit is computed again with half the tokens and the same random numbers.
 
         Args:
             step: the step, counted from 1.
             samples: those that make it; at least one trained token among them.
+            error: that kept this rank, one of several, from reading its samples: it takes part without any.
 
         Returns:
             The attempt; nothing of it was read back from the device.
 
         Raises:
-            WorkError: the longest sample alone does not fit into memory.
+            WorkError: the longest sample alone does not fit into memory. Of several ranks, none raises here.
         """
+        if not self.ranks.alone:
+            return self._compute_share(step, samples, error)
+        scene, passes = self._run(step, samples)
+        check = check_gradients(step, self.trained, passes.losses, passes.rows, self.scale.value)
+        check.chance, check.samples = torch.stack(passes.chances).sum(), scene.samples
+        return Attempt(scene, check, scene.samples)
+
+    def _run(self, step: int, samples: Sequence[Sample], step_tokens: int | None = None) -> tuple[Scene, Passes]:
+        """Run the passes of a step, or of this rank's share of it, with as many tokens each as fit."""
         random_state = get_random_state(self.device)
         while True:
-            scene = Scene(
-                self.model, self.forward, self.device, step, tuple(samples), self.tokens_per_pass, self.scale.value,
-                random_state, self.before_pass,
-            )  # fmt: skip
+            scene = self._scene(step, samples, random_state, step_tokens)
             try:
                 passes = scene.run_passes()
             except torch.OutOfMemoryError as error:
@@ -98,9 +132,80 @@ class StepRunner:
                 set_random_state(random_state, self.device)
                 continue
             self._remember(samples)
-            check = check_gradients(step, self.trained, passes.losses, passes.rows, self.scale.value)
-            check.chance, check.samples = torch.stack(passes.chances).sum(), scene.samples
-            return Attempt(scene, check)
+            return scene, passes
+
+    def _scene(
+        self, step: int, samples: Sequence[Sample], random_state: dict[str, Any], step_tokens: int | None
+    ) -> Scene:
+        return Scene(
+            self.model, self.forward, self.device, step, tuple(samples), self.tokens_per_pass, self.scale.value,
+            random_state, self.before_pass, step_tokens,
+        )  # fmt: skip
+
+    def _compute_share(self, step: int, samples: Sequence[Sample], error: Exception | None) -> Attempt:
+        """Compute this rank's share of a step and sum the gradients of all; whatever happens here, it takes part."""
+        ranks = self.ranks
+        ranks.seed(self.seed, step)
+        share = self.share_of(samples, ranks.place.rank)
+        tokens = count_trained(samples)
+        scene = self._scene(step, share, get_random_state(self.device), tokens)
+        own: DeviceCheck | None = None
+        chance = torch.zeros((), device=self.device)
+        try:
+            self.model.zero_grad(set_to_none=True)
+            if error is None and count_trained(share):
+                scene, passes = self._run(step, share, tokens)
+                own = check_gradients(step, self.trained, passes.losses, passes.rows, self.scale.value)
+                chance = torch.stack(passes.chances).sum().float()
+        except Exception as caught:  # noqa: BLE001 - whatever this rank died of, the others must hear of it
+            error, own = caught, None
+            self.model.zero_grad(set_to_none=True)
+        loss, chance, flags_FR = self._sum_up(own, chance, error)
+        rows = tuple(row for sample in samples for row in sample.row_ids)
+        check = check_gradients(step, self.trained, [loss], [rows], self.scale.value)
+        check.bad = torch.maximum(check.bad, flags_FR[: FLAGS.index("stop")].amax())
+        check.chance, check.samples, check.flags_FR = chance, tuple(samples), flags_FR
+        return Attempt(scene, check, check.samples, own, error)
+
+    def _sum_up(
+        self, own: DeviceCheck | None, chance: torch.Tensor, error: Exception | None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Sum gradients, loss and flags over all ranks; no gradient is left where none of them has one."""
+        ranks = self.ranks
+        raised: dict[Any, torch.Tensor | bool] = {"exception": error is not None, "stop": self.stopping()}
+        if own is not None:
+            raised |= {"loss": ~own.losses_P.isfinite().all(), "gradient": ~own.norm.isfinite()}
+        trained = list(self.trained.values())
+        absent = [p.grad is None for p in trained]
+        for parameter in trained:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        flags_FR = write_flags(ranks.place.rank, ranks.place.world, raised, self.device)
+        loss = own.losses_P.sum() if own is not None else torch.zeros((), device=self.device)
+        present_N = torch.ones(len(trained), device=self.device)
+        if any(absent):
+            present_N = torch.tensor([float(not gone) for gone in absent], device=self.device)
+        words = torch.cat([loss[None], chance[None], flags_FR.flatten(), present_N])
+        ranks.sum_([*(p.grad for p in trained if p.grad is not None), words])
+        loss, chance, flags, present_N = words[0], words[1], words[2 : 2 + flags_FR.numel()], words[-len(trained) :]
+        if any(absent):  # read only where this rank lacks one: then another has it, or nobody (an expert not chosen)
+            for parameter, present in zip(trained, present_N.tolist(), strict=True):
+                if not present:
+                    parameter.grad = None
+        return loss, chance, flags.view_as(flags_FR)
+
+    def share_of(self, samples: Sequence[Sample], rank: int) -> list[Sample]:
+        """Return a rank's share of a step's samples, dealt so that all ranks take about as long.
+
+        Args:
+            samples: of the step.
+            rank: whose.
+
+        Returns:
+            Its samples, in the step's order.
+        """
+        width = self.forward.model.get_input_embeddings().weight.shape[1]
+        return deal(samples, [cost_of(sample, width) for sample in samples], self.ranks.place.world)[rank]
 
     def finish_gradients(self, check: DeviceCheck, max_norm: float | None) -> None:
         """Take the loss scale off the gradients and clip them, on the device.

@@ -122,7 +122,7 @@ def rebuild(
     _note_randomness(incident, cfg, device, notes)
     scene = Scene(
         loaded.model, forward, device, incident.diagnosis.step, incident.samples, incident.tokens_per_pass, scale,
-        incident.random_state, _before_pass(cfg, forward),
+        incident.random_state, _before_pass(cfg, forward), incident.step_tokens,
     )  # fmt: skip
     return loaded, scene
 
