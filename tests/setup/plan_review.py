@@ -68,7 +68,7 @@ def _torch(plan: Plan, m: Machine) -> list[str]:
         if not rocm:
             wrong.append(f"{plan.torch} has no ROCm in its tag")
         official = re.match(OFFICIAL, plan.index)
-        built = "source" in plan.wish.source
+        built = plan.wish.source == "source"
         if official:
             listed = [v for v in row.rocm if v == official.group(1)]
             wrong += [] if listed and tag == f"rocm{listed[0]}" else [f"PyTorch has no {plan.torch} on {plan.index}"]

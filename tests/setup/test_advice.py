@@ -279,8 +279,7 @@ def test_prose_is_no_command():
         "You should export ROCM_PATH before you build.\n- a list item of words\n| a | table |\n"
         "First, git clone the repository that you like.\n请先安装 conda 和 pip。\n```yaml\nlora_rank: 8\n```\n"
     )
-    read = read_tutorial(text)
-    assert [p.text for p in read.pieces] == ["lora_rank: 8"]
+    assert [p.text for p in read_tutorial(text)] == ["lora_rank: 8"]
     assert verdicts(text, "mi300x-8") == [("unknown", "")]
 
 
@@ -303,7 +302,7 @@ def test_what_no_rule_knows_is_said_to_be_unknown(line):
 
 @given(st.text(max_size=200))
 def test_no_text_breaks_the_reader(text):
-    for piece in read_tutorial(text).pieces:
+    for piece in read_tutorial(text):
         assert piece.kind in ("command", "setting", "yaml", "python") and piece.line >= 1
 
 

@@ -89,9 +89,11 @@ def test_a_review_finds_nothing(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", GOLDENS)
-def test_every_line_is_bash_and_no_line_names_this_machine(name: str) -> None:
-    plan, _ = planned(name)
+def test_every_line_is_bash_and_none_names_the_kernel_that_was_seen(name: str) -> None:
+    plan, m = planned(name)
     text = "\n".join(line for step in plan.steps for line in (*step.commands, *step.verify, *step.undo))
+    assert m.kernel
+    assert m.kernel not in re.sub(r"^#.*", "", text, flags=re.M)
     done = subprocess.run(["bash", "-n"], input=text, text=True, capture_output=True, check=False)
     assert done.returncode == 0, done.stderr
 
@@ -292,6 +294,36 @@ def test_a_python_without_wheels_gets_another_interpreter_and_not_an_old_torch(v
     step = next(s for s in plan.steps if s.id == "python")
     assert "python3.12" in step.commands[-1]
     assert not step.satisfied
+
+
+def test_a_python_that_is_too_old_for_surefoot_is_not_taken_for_an_old_torch_either() -> None:
+    raw = base_snapshot("mi350x-rhel")
+    raw["python"] |= {"version": "3.9.18"}
+    assert choose(Machine(Snapshot(raw)), Wish(gpu="cpu", torch="2.8")).python == "3.12"
+    with pytest.raises(UserError, match=r"Python 3\.9") as caught:
+        make_plan(Snapshot(raw), Wish(gpu="cpu", torch="2.8", env="system"))
+    assert "--env uv" in caught.value.problems[0].hint
+
+
+def test_no_linux_driver_is_installed_in_wsl_for_nvidia_either() -> None:
+    plan = make_plan(bare("wsl2-7900xtx"), Wish(gpu="nvidia"))
+    assert not [step.id for step in plan.steps if step.id in ("driver", "reboot")]
+    assert "Windows" in plan.notes[0]
+
+
+@pytest.mark.skipif(not shutil.which("bash"), reason="needs bash")
+@pytest.mark.parametrize(("version", "done"), [("7.2.1-81", True), ("6.4.0-47", False), ("7.20.0-1", False)])
+def test_another_rocms_compiler_does_not_pass_for_the_one_of_torch(version: str, done: bool, tmp_path: Path) -> None:
+    steps = {step.id: step for step in planned("wish-deepspeed-flash-attn")[0].steps}
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "hipcc").write_text("", encoding="utf-8")
+    (tmp_path / "bin" / "hipcc").chmod(0o755)
+    (tmp_path / "include" / "hip").mkdir(parents=True)
+    (tmp_path / "include" / "hip" / "hip_runtime.h").touch()
+    (tmp_path / ".info").mkdir()
+    (tmp_path / ".info" / "version").write_text(version + "\n", encoding="utf-8")
+    script = "\n".join(steps["rocm-devel"].verify).replace("/opt/rocm", str(tmp_path))
+    assert (subprocess.run(["bash", "-euo", "pipefail", "-c", script], check=False).returncode == 0) is done
 
 
 def test_a_kernel_that_is_too_old_for_the_inbox_driver_gets_dkms_or_a_newer_kernel() -> None:

@@ -307,7 +307,9 @@ def test_the_image_has_a_compiler_for_what_is_compiled() -> None:
 
 
 def test_a_folder_is_copied_in_and_one_outside_is_refused() -> None:
-    assert "\nCOPY ./dist/surefoot.whl ./dist/surefoot.whl\n" in dockerfile("cpu-only", surefoot="./dist/surefoot.whl")
+    assert '\nCOPY ["./dist/surefoot.whl", "./dist/surefoot.whl"]\n' in dockerfile(
+        "cpu-only", surefoot="./dist/surefoot.whl"
+    )
     assert "COPY" not in dockerfile("cpu-only", surefoot="surefoot[quant]==0.1.0")
     for outside in ("/srv/surefoot", "../surefoot"):
         with pytest.raises(UserError, match="outside"):

@@ -99,6 +99,9 @@ def test_resume_where_nothing_was_begun(tmp_path: Path, monkeypatch: pytest.Monk
     code, _, err = said("--resume")
     assert code == 2
     assert "nothing was begun in this folder" in err
+    code, _, err = said("--resume", "--offline", "nowhere")
+    assert code == 2
+    assert "nowhere holds no whole bundle" in err, "the bundle is not forgotten"
 
 
 def test_explain_and_advice_answer(machine: str) -> None:

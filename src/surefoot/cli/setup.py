@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from surefoot.cli.outcome import exit_codes
-from surefoot.cli.setup_run import execute, smoke
+from surefoot.cli.setup_run import execute, say, smoke
 from surefoot.errors import UserError
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ Lang = Annotated[str, typer.Option(help="Language: en or zh.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks.")]
 #: Options that say what is wanted, as against what to do with the plan.
-_WISHES = ("purposes", "gpu", "rocm", "torch", "source", "env", "folder", "index", "surefoot")
+_WISHES = {"--for", "--gpu", "--rocm", "--torch", "--source", "--env", "--folder", "--index", "--surefoot"}
 
 
 @setup.callback()
@@ -84,7 +84,7 @@ def plan(
         _check_deeds(given, snapshot, run=run or resume, as_json=as_json, yes=yes)
         surefoot = surefoot or _own_source(snapshot)
         wish = _wish(purposes, gpu, rocm, torch, source, env, folder, index, surefoot)
-        if resume and not _wished(context):
+        if resume and offline is None and not _WISHES.intersection(given):
             execute(_under_way(), Path.cwd(), resume=True, yes=yes)
             return
         from surefoot.setup.planner import make_plan
@@ -104,7 +104,7 @@ def plan(
         if lock is not None:
             from surefoot.setup.lock import write_lock
 
-            write_lock(made, lock, _say)
+            write_lock(made, lock, say)
             print(f"wrote {lock}")
         if as_json:
             print(json.dumps(made.to_json(), indent=2, ensure_ascii=False))
@@ -175,7 +175,7 @@ def bundle(
 
         surefoot = surefoot or _own_source(snapshot)
         wish = _wish(purposes, gpu, rocm, torch, source, env, folder, index, surefoot)
-        fetch(make_plan(_machine(snapshot), wish), target, _say)
+        fetch(make_plan(_machine(snapshot), wish), target, say)
         print(f"wrote {target}")
 
 
@@ -191,11 +191,6 @@ def _given(context: typer.Context) -> list[str]:
         for name in context.params
         if name in named and getattr(context.get_parameter_source(name), "name", "") == "COMMANDLINE"
     ]
-
-
-def _wished(context: typer.Context) -> bool:
-    sources = [context.get_parameter_source(name) for name in _WISHES]
-    return any(getattr(source, "name", "") == "COMMANDLINE" for source in sources)
 
 
 def _own_source(snapshot: Path | None) -> str:
@@ -314,7 +309,3 @@ def _text(path: Path | None) -> str:
         return path.read_text(encoding="utf-8", errors="replace")
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}", hint="name a tutorial's text") from error
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)

@@ -37,14 +37,16 @@ def execute(plan: Plan, folder: Path, *, resume: bool, yes: bool) -> None:
     def confirm(step: Step) -> bool:
         return yes or _ask(step)
 
-    def say(text: str) -> None:
-        print(text, file=sys.stderr, flush=True)
-
     try:
         run_plan(plan, folder, resume=resume, confirm=confirm, say=say)
     except WaitingError as waiting:  # no error, but not done either
         say(str(waiting))
         raise typer.Exit(waiting.exit_code) from None
+
+
+def say(text: str) -> None:
+    """Print a line of progress, which never mixes with what goes to stdout."""
+    print(text, file=sys.stderr, flush=True)
 
 
 def _ask(step: Step) -> bool:

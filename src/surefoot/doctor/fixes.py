@@ -64,7 +64,7 @@ def install(m: Machine, what: str) -> str:
 
     Args:
         m: the machine.
-        what: a key of the package table: headers, firmware, modules, compiler, python_dev or ninja.
+        what: a key of the package table, as headers, firmware or compiler.
 
     Returns:
         One command line, or a line for the reader where the distribution is unknown.

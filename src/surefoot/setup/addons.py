@@ -179,7 +179,7 @@ def _from_source(choice: Choice, facts: dict[str, Any]) -> str:
 
 
 # ---- bitsandbytes ----
-def _library(rocm: Version) -> tuple[str, str]:
+def bitsandbytes_library(rocm: Version) -> tuple[str, str]:
     """Name the library for a ROCm line, and the table's list of targets in it."""
     if rocm >= (10,):
         hip = next((row.hip for row in load_table().rocm if row.version[:2] == rocm[:2]), ())
@@ -198,7 +198,7 @@ def _without_bitsandbytes(choice: Choice) -> str:
     rocm = parse_version(choice.rocm)
     if not rocm:
         return "the ROCm of a nightly torch is not known before it is installed"
-    name, key = _library(rocm)
+    name, key = bitsandbytes_library(rocm)
     if name not in [line.replace(".", "") for line in facts["libraries"]]:
         return f"it has libraries for ROCm {', '.join(facts['libraries'])}, not for {choice.rocm}"
     missing = [gfx for gfx in choice.targets if gfx not in facts[key]]
@@ -210,7 +210,7 @@ def _bitsandbytes(choice: Choice) -> Step:
     check = "import bitsandbytes"
     reason = "QLoRA keeps the base model in 4 bits with it; its wheel has the libraries inside"
     if choice.kind == "rocm":
-        library = f"libbitsandbytes_rocm{_library(parse_version(choice.rocm))[0]}.so"
+        library = f"libbitsandbytes_rocm{bitsandbytes_library(parse_version(choice.rocm))[0]}.so"
         check += f', os; os.stat(os.path.join(os.path.dirname(bitsandbytes.__file__), "{library}"))'
         reason += f": {library} serves {', '.join(choice.targets)}"
     return Step(

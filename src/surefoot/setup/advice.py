@@ -76,19 +76,19 @@ def judge(text: str, m: Machine, language: str = "en") -> list[Verdict]:
             hint="capture the machine that is meant: surefoot doctor --capture FILE, then --snapshot FILE",
             key="--snapshot",
         )
-    pieces = read_tutorial(text).pieces
+    pieces = read_tutorial(text)
     c = advice_rules.context_of(m, pieces)
     values = _values(c)
     found: list[Verdict] = []
     for piece in pieces:
-        rulings = {ruling.key: ruling for ruling in rulings_on(piece, c)}
+        rulings = {ruling.key: ruling for ruling in _rulings_on(piece, c)}
         found += [_verdict(piece, ruling, values, language) for ruling in rulings.values()]
         if not rulings:
             found.append(Verdict(piece.line, piece.text, UNKNOWN, "", "", ()))
     return found
 
 
-def rulings_on(piece: Piece, c: Context) -> Iterator[Ruling]:
+def _rulings_on(piece: Piece, c: Context) -> Iterator[Ruling]:
     """Ask every rule about one piece."""
     if piece.kind == "setting":
         yield from advice_rules.setting(piece, c)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from surefoot.doctor.fixes import driver_allows, fits, torch_for
 from surefoot.machine.table import TorchRelease, load_table
 from surefoot.machine.versions import Version, local_tag, parse_version, rocm_of_tag, short
+from surefoot.setup.addons import bitsandbytes_library
 from surefoot.setup.advice_rules import OUTDATED, RIGHT, UNKNOWN, WRONG, Context, Ruling, load_words, rule, triton_flash
 from surefoot.setup.tutorial import Piece
 
@@ -297,8 +298,7 @@ def _bitsandbytes(package: Package, c: Context, values: dict[str, str]) -> Itera
     addon = load_table().addons["bitsandbytes"]
     pinned = parse_version(re.sub(r"^[=<>~!]+\s*", "", package.version)) if re.match(r"==|<=?", package.version) else ()
     rocm = c.m.torch.rocm if c.m.torch else c.m.rocm
-    key = "gfx_714" if rocm >= (7, 14) else "gfx_70" if rocm >= (7, 0) else "gfx_64"
-    left = [t for t in c.m.compute_targets if t not in addon[key]]
+    left = [t for t in c.m.compute_targets if t not in addon[bitsandbytes_library(rocm)[1]]]
     values = values | {"min": addon["version_min"], "left": ", ".join(left), "rocm": short(rocm) or "?"}
     if pinned and pinned < parse_version(addon["version_min"]):
         yield Ruling("bitsandbytes-old", OUTDATED, values)

@@ -81,7 +81,7 @@ class Context:
         """Whether it wants a ROCm torch."""
         return self.side == "amd"
 
-    def told(self, pattern: str, before: int = 10**9) -> bool:
+    def told(self, pattern: str, before: int) -> bool:
         """Whether some piece up to a line matches."""
         return any(re.search(pattern, p.text) for p in self.pieces if p.line <= before)
 
@@ -226,7 +226,8 @@ def arch_list(c: Context, name: str, value: str) -> Iterator[Ruling]:
     if name == "PYTORCH_ROCM_ARCH":
         found -= {" "}  # torch itself turns spaces into semicolons
     if found - {separator} and len(named) > 1:
-        yield Ruling("arch-separator", WRONG, values | {"separator": {" ": "a space"}.get(separator, separator)})
+        told = "a space || 空格" if separator == " " else separator
+        yield Ruling("arch-separator", WRONG, values | {"separator": told})
         return
     table = load_table()
     kept = [t for t in mine if t in named or ((row := table.gpu(t)) and row.generic in named)]
@@ -246,7 +247,7 @@ def _rocm_path(c: Context, name: str, value: str) -> Iterator[Ruling]:
         yield from rule("rocm-path-sdk", RIGHT if c.m.rocm_pip else OUTDATED, name=name)
         return
     trees = [*c.m.rocm_trees, *(["pip's rocm-sdk"] if c.m.rocm_pip else [])]
-    here = ", ".join(trees) or "no ROCm for building"
+    here = ", ".join(trees) or "no ROCm for building || 没有可用于构建的 ROCm"
     real = next(iter(c.m.rocm_trees), "$(rocm-sdk path --root)")
     yield from rule("rocm-path", OUTDATED, name=name, value=value, here=here, real=real)
 
@@ -263,7 +264,8 @@ def _override(c: Context, value: str) -> Iterator[Ruling]:
     elif mine and len(allowed) < len(mine):
         yield Ruling("override-family", WRONG, values)
     elif mine:
-        risk = (row.override_risk if (row := table.gpu(mine[0])) else "") or "only where no wheel has its kernels"
+        risk = row.override_risk if (row := table.gpu(mine[0])) else ""
+        risk = risk or "only where no wheel has its kernels || 仅在没有 wheel 含其内核时"
         yield Ruling("override-stopgap", RIGHT, values | {"risk": risk})
 
 

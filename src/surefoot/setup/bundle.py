@@ -117,10 +117,15 @@ def _resumed(
     path = folder / "chosen.json"
     asked = {"torch": plan.torch, "index": plan.index, "constraints": list(plan.constraints), **_described(python)}
     if path.is_file():
-        old = json.loads(path.read_text(encoding="utf-8"))
-        if old["asked"] == asked and [call for call, _ in _chosen(old)] == list(pip_calls(plan)):
+        try:
+            old = json.loads(path.read_text(encoding="utf-8"))
+            before = _chosen(old) if old["asked"] == asked else ()
+        except (ValueError, KeyError, TypeError):
+            say(f"{path} cannot be understood: choosing anew")
+            before = ()
+        if before and [call for call, _ in before] == list(pip_calls(plan)):
             say("resuming: versions as chosen before")
-            return _chosen(old)
+            return before
     (folder / "bundle.json").unlink(missing_ok=True)
     chosen = resolve(plan, say, python)
     rows = [{"call": asdict(call), "items": [asdict(item) for item in items]} for call, items in chosen]

@@ -251,7 +251,7 @@ def _check_platform(m: Machine, target: Target) -> None:
     if words.startswith("musl") or (words.startswith("glibc") and () < parse_version(words[6:]) < (2, 28)):
         raise UserError(
             f"no torch wheel runs on {words}",
-            hint="would match: a distribution with glibc 2.28 or newer, or --env docker",
+            hint="would match: a distribution with glibc 2.28 or newer, or setup inside a container of one",
             key="--env",
         )
     if target.kind == "rocm" and target.here and system.get("machine") not in (None, "", "x86_64", "AMD64"):
@@ -305,11 +305,15 @@ def _plain_torch(m: Machine, wish: Wish, target: Target) -> Choice:
             hint=f"would match: --gpu gfxNNN for an AMD card, or leave out {option.split()[0]}",
             key=option.split()[0],
         )
-    row, own = _releases(wish)[0], m.python_version[:2]
-    low, high = row.python
-    if wish.env == "system" and not low <= own <= high:
-        raise _no_row(m, wish, target)
-    python = own if low <= own <= high else min(high, max(low, USUAL_PYTHON))
+    row = _releases(wish)[0]
+    found = _with_python(m, wish, [_Row("pip", "", "", row)])
+    if found is None:
+        raise UserError(
+            f"torch {short(row.version)} and Surefoot do not both run on Python {short(m.python_version)}",
+            hint="would match: --env uv, which brings its own",
+            key="--env",
+        )
+    _, python = found
     channel = "pytorch-cpu" if target.kind == "cpu" and not wish.index else ""
     index = load_table().channels.get(channel)
     tag = index.wheel_tag if index else ""
@@ -350,13 +354,10 @@ def _from_source(m: Machine, wish: Wish, target: Target) -> Choice:
         return not _sound(row, target.gfx), not fitting, row.rocm not in here
 
     best = min(rows, key=rank, default=None)
-    own = m.python_version[:2]
-    if best is None or best.torch is None:
+    served = _with_python(m, wish, [best] if best else [])
+    if best is None or best.torch is None or served is None:
         raise _no_row(m, wish, target)
-    low, high = _pythons(best)
-    if wish.env == "system" and not low <= own <= high:
-        raise _no_row(m, wish, target)
-    torch, found = best.torch, best.rocm
+    torch, found, python = best.torch, best.rocm, served[1]
     release = parse_version(found)
     from_pip = found not in here and release >= (7, 9)  # before, ROCm is no Python packages
     channel = ("amd-10" if release >= (10,) else "amd-7.14") if from_pip else ""
@@ -370,7 +371,7 @@ def _from_source(m: Machine, wish: Wish, target: Target) -> Choice:
         index=wish.index or (table.channels[channel].url if channel else ""),
         source="source",
         channel=channel,
-        python=short(own if low <= own <= high else min(high, max(low, USUAL_PYTHON))),
+        python=short(python),
         reason=f"{target.fact}; built here with {toolchain}",
         notes=("a source build is rarely needed: try --source pip, then --source amd",),
         **_callers(m, wish),
@@ -404,12 +405,12 @@ def _no_row(m: Machine, wish: Wish, target: Target) -> UserError:
     if wish.env == "system" and (found := _select(m, target, replace(wish, env="venv"))):
         ways.append(f"--env uv with Python {short(found[1])}: {_words(found[0])}")
     rows = [load_table().gpu(gfx) for gfx in target.gfx]
-    if target.kind == "rocm" and all(row and row.support != "bring-up" for row in rows):
+    if all(row and row.support != "bring-up" for row in rows):
         ways.append("a build from source: --source source")
-    ways += ["another card: --gpu gfxNNN", "no GPU: --gpu cpu"] if target.kind == "rocm" else []
+    ways += ["another card: --gpu gfxNNN", "no GPU: --gpu cpu"]
     with_what = " with ".join([" ".join(asked) or "any torch", *facts])
     return UserError(
-        f"no row of the table serves {', '.join(target.gfx) or target.kind} and {with_what}",
+        f"no row of the table serves {', '.join(target.gfx)} and {with_what}",
         hint="would match: " + "; ".join(dict.fromkeys(ways)),
         key=asked[0].split()[0] if asked else "--gpu",
     )

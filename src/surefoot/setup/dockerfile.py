@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import posixpath
 import re
 from shlex import quote
@@ -115,7 +116,7 @@ def _copied(plan: Plan) -> list[str]:
             hint=f"take {wheel}",
             key="--surefoot",
         )
-    return [f"COPY {source} {source}"]
+    return [f"COPY {json.dumps([source, source])}"]  # this form allows spaces
 
 
 def _run(step: Step) -> list[str]:

@@ -7,25 +7,11 @@ from surefoot.machine.facts import Machine
 from surefoot.setup.access import run_flags
 from surefoot.setup.dockerfile import to_dockerfile
 from surefoot.setup.plan import STATE_FOLDER, Plan, Step
+from surefoot.setup.python_env import kept
 from surefoot.setup.target import Target
 
 NAME = "surefoot-env"
 _END = "END_OF_DOCKERFILE"
-
-
-def run_line(m: Machine, target: Target, command: str) -> str:
-    """The command that runs something in a container of the image, with this host's GPUs.
-
-    Args:
-        m: the host.
-        target: what is planned for.
-        command: what runs inside.
-
-    Returns:
-        One line of bash.
-    """
-    flags = " ".join(part for part in ("--rm", run_flags(m, target)) if part)
-    return f"docker run {flags} {NAME} {command}"
 
 
 def image_steps(m: Machine, target: Target, inside: Plan, below: tuple[Step, ...]) -> tuple[Step, ...]:
@@ -38,7 +24,7 @@ def image_steps(m: Machine, target: Target, inside: Plan, below: tuple[Step, ...
         below: the host's steps.
 
     Returns:
-        The steps `env`, `torch-check`, `smoke` and `doctor`.
+        The steps `env`, `smoke` and `doctor`.
 
     Raises:
         UserError: this is a container already.
@@ -61,7 +47,7 @@ def image_steps(m: Machine, target: Target, inside: Plan, below: tuple[Step, ...
         reason="--env docker: torch and the trainer go into an image; the driver stays the host's",
         commands=(
             f"mkdir -p {STATE_FOLDER}",
-            f"cat > {STATE_FOLDER}/Dockerfile <<'{_END}'\n{text}\n{_END}",
+            f"cat > {path} <<'{_END}'\n{text}\n{_END}",
             f"docker build -t {NAME} {context}",
         ),
         verify=(f"docker image inspect {NAME} > /dev/null",),
@@ -72,6 +58,7 @@ def image_steps(m: Machine, target: Target, inside: Plan, below: tuple[Step, ...
         downloads=("0.1 GiB, the base image", *(d for step in todo for d in step.downloads)),
     )
     steps = [env]
+    container = " ".join(part for part in ("docker run --rm", run_flags(m, target), NAME) if part)
     commands = {"smoke": "surefoot setup smoke", "doctor": "surefoot doctor"}
     for name, command in commands.items():
         path = f"{STATE_FOLDER}/{name}.txt"
@@ -80,7 +67,7 @@ def image_steps(m: Machine, target: Target, inside: Plan, below: tuple[Step, ...
                 id=name,
                 title=checks[name].title,
                 reason=checks[name].reason,
-                commands=(f"{run_line(m, target, command)} | tee {path}.part", f"mv {path}.part {path}"),
+                commands=kept(f"{container} {command}", f"{name}.txt"),
                 verify=(f"test -s {path}", f"docker image inspect {NAME} > /dev/null"),
                 undo=(f"rm -f {path}",),
                 needs=(steps[-1].id,),

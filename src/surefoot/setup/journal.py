@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import os
 import time
@@ -109,19 +108,6 @@ def _event(line: bytes) -> dict[str, Any] | None:
     except ValueError:
         return None
     return event if isinstance(event, dict) and "event" in event and "step" in event else None
-
-
-def plan_hash(plan: dict[str, Any]) -> str:
-    """Hash what makes a plan the plan that it is: the wish, the builds, and every step's commands and checks.
-
-    Args:
-        plan: its JSON document.
-
-    Returns:
-        Sixteen hexadecimal digits.
-    """
-    kept = [plan[name] for name in _IDENTITY] + [_deeds(step) for step in plan["steps"]]
-    return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:

@@ -1,4 +1,4 @@
-"""Bash lines that run without a person: no questions, the running kernel, sudo only where one is not root."""
+"""Bash lines that run without a person: no questions, fresh lists, the running kernel, sudo only where it is needed."""
 
 from __future__ import annotations
 
@@ -28,6 +28,9 @@ def ready(m: Machine, lines: list[str]) -> tuple[str, ...]:
         The lines.
     """
     done = []
+    install = next((place for place, line in enumerate(lines) if "apt install " in line), None)
+    if install is not None and not any("apt-get update" in line for line in lines):
+        lines = [*lines[:install], "sudo apt-get update", *lines[install:]]  # on old lists apt asks for what is gone
     for line in lines:
         for asking, quiet in _QUIET:
             line = line.replace(asking, quiet)

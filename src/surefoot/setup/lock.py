@@ -20,6 +20,7 @@ from surefoot.errors import UserError, WorkError
 from surefoot.files import write_text
 from surefoot.machine.snapshot import dist_name
 from surefoot.setup.plan import Plan
+from surefoot.setup.telling import telling
 
 #: A line of a plan that calls pip: variables and interpreter, then what is installed.
 PIP_LINE = re.compile(r"^(?P<head>(?:\w+=\S+\s+)*\S.*?\s-m pip) install\s+(?P<args>[^\n;&|]+)$", re.M)
@@ -191,7 +192,7 @@ def _locked(row: dict[str, Any]) -> Locked:
     return Locked(name, version, url, hashes.get("sha256", ""), unquote(parts.path.rpartition("/")[2]))
 
 
-def run_pip(arguments: Sequence[str], python: str, env: dict[str, str], what: str) -> str:
+def run_pip(arguments: Sequence[str], python: str, env: dict[str, str], what: str) -> None:
     """Run pip.
 
     Args:
@@ -199,9 +200,6 @@ def run_pip(arguments: Sequence[str], python: str, env: dict[str, str], what: st
         python: the interpreter that it works for; one without a pip of its own will do.
         env: variables besides those of this process.
         what: what it is for, for the error.
-
-    Returns:
-        Its output.
 
     Raises:
         WorkError: pip cannot be run or failed; its last lines are told.
@@ -216,17 +214,15 @@ def run_pip(arguments: Sequence[str], python: str, env: dict[str, str], what: st
         raise WorkError(f"{sys.executable} cannot be run: {error.strerror}") from error
     if done.returncode:
         raise _failure(done.stdout, done.stderr, what, "--no-build-isolation" in arguments)
-    return done.stdout
 
 
 def _failure(stdout: str, stderr: str, what: str, from_source: bool) -> WorkError:
     """Say what pip could not do, with its telling lines."""
-    telling = [line for line in stderr.splitlines() if re.match(r"ERROR|\s*error|.*No module named", line)]
-    lines = (telling or stderr.strip().splitlines())[-6:]
+    lines = telling(stderr)
     conflict = re.search(r"The conflict is caused by:\n((?:    .*\n)+)", stdout + stderr)
     if conflict:
         lines, hint = (
-            [line.strip() for line in conflict.group(1).splitlines()],
+            tuple(line.strip() for line in conflict.group(1).splitlines()),
             "another index or another release has them",
         )
     elif "No module named pip" in stderr:

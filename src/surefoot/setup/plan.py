@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from surefoot.errors import UserError
@@ -114,7 +114,7 @@ class Plan:
     index: str
     constraints: tuple[str, ...]
     steps: tuple[Step, ...]
-    notes: tuple[str, ...] = field(default=())
+    notes: tuple[str, ...] = ()
 
     @property
     def todo(self) -> tuple[Step, ...]:

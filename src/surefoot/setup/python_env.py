@@ -63,9 +63,10 @@ def _python(m: Machine, wish: Wish, choice: Choice) -> Step:
         return Step(
             title="Get conda, which brings its own Python",
             commands=(
-                f"curl -fsSL -o /tmp/miniforge.sh {_MINIFORGE}",
-                'bash /tmp/miniforge.sh -b -p "$HOME/miniforge3"',
-                "rm -f /tmp/miniforge.sh",
+                f"mkdir -p {STATE_FOLDER}",
+                f"curl -fsSL -o {STATE_FOLDER}/miniforge.sh {_MINIFORGE}",
+                f'bash {STATE_FOLDER}/miniforge.sh -b -p "$HOME/miniforge3"',
+                f"rm -f {STATE_FOLDER}/miniforge.sh",
             ),
             verify=(f"{_CONDA} --version",),
             undo=('rm -rf "$HOME/miniforge3"',),

@@ -14,7 +14,7 @@ from surefoot.errors import UserError, WorkError
 from surefoot.files import explain_disk_errors
 from surefoot.setup import half_done
 from surefoot.setup.command import run_bash
-from surefoot.setup.journal import SCHEMA, Journal, as_document, as_plan, differences, locked, plan_hash
+from surefoot.setup.journal import SCHEMA, Journal, as_document, as_plan, differences, locked
 from surefoot.setup.plan import STATE_FOLDER, Plan, Step
 from surefoot.setup.telling import telling, unreachable
 
@@ -56,24 +56,7 @@ class StepFailedError(WorkError):
 
 
 class WaitingError(WorkError):
-    """The plan cannot go on without the person: root, a new login or a restart. Nothing failed.
-
-    Attributes:
-        step: the step that waits.
-    """
-
-    step: Step
-
-    def __init__(self, step: Step, message: str, hint: str) -> None:
-        """Take what is known.
-
-        Args:
-            step: the step that waits.
-            message: what is needed.
-            hint: what to do.
-        """
-        super().__init__(message, hint=hint)
-        self.step = step
+    """The plan cannot go on without the person: root, a new login or a restart. Nothing failed."""
 
 
 @dataclass(frozen=True)
@@ -161,7 +144,7 @@ def _open_journal(plan: Plan, folder: Path, resume: bool) -> Journal:
     if journal.plan is None:
         if resume:
             raise UserError(f"nothing was begun in {folder}", hint="leave out --resume", key="--resume")
-        journal.write("plan", schema=SCHEMA, hash=plan_hash(document), plan=document)
+        journal.write("plan", schema=SCHEMA, plan=document)
     elif changed := differences(journal.plan, document):
         raise UserError(
             f"the setup under way here is of another plan: {'; '.join(changed)}",
@@ -232,7 +215,6 @@ def _wait(run: _Run, step: Step, why: str) -> None:
     run.journal.write("waiting", step.id, why=why)
     commands = [f"    {line}" for line in step.commands]
     raise WaitingError(
-        step,
         "\n".join([f"stopped before step {step.id} ({step.title}): {why}. {step.reason}".strip(), *commands]),
         hint=f"{'run these lines' if commands else 'do that'} yourself, then `surefoot setup --run --resume` goes on",
     )
@@ -285,8 +267,8 @@ def _fail(run: _Run, step: Step, code: int, seconds: float) -> None:
     verdict = _verdict(run, log)
     undo = [f"    {line}" for line in step.undo]
     if unreachable(lines):
-        verdict.append("a host cannot be reached: begin anew with `surefoot setup --run --index URL`, which skips what")
-        verdict.append("is done, or fetch everything elsewhere with `surefoot setup bundle` and give it as --offline")
+        verdict.append("if a host cannot be reached: begin anew with `surefoot setup --run --index URL`, which skips")
+        verdict.append("what is done; or fetch all elsewhere with `surefoot setup bundle` and give it as --offline")
     hint = [*verdict, "mend that, then `surefoot setup --run --resume` goes on with this step"]
     if undo:
         hint += ["to undo what it may have done:", *undo]

@@ -7,6 +7,7 @@ from shlex import quote
 from surefoot.doctor.fixes import install
 from surefoot.errors import UserError
 from surefoot.machine.facts import Machine
+from surefoot.machine.gfx import is_rdna2
 from surefoot.machine.table import load_table
 from surefoot.machine.versions import parse_version, short
 from surefoot.setup.choose import Choice
@@ -58,7 +59,7 @@ def torch_from_source(m: Machine, wish: Wish, choice: Choice) -> tuple[Step, ...
 def _has_triton(choice: Choice) -> bool:
     """Whether Triton compiles for every target: torch.compile needs it, the rest of torch does not."""
     listed = load_table().addons["flash_attn_triton"]["gfx"]
-    return all(gfx in listed or gfx.startswith("gfx103") for gfx in choice.targets)
+    return all(gfx in listed or is_rdna2(gfx) for gfx in choice.targets)
 
 
 def _compiler(m: Machine, choice: Choice) -> Step:

@@ -7,7 +7,7 @@ from typing import Any
 
 from surefoot.doctor.clues import quote as quote_file
 from surefoot.doctor.clues import secure_boot
-from surefoot.doctor.fixes import REMOVE_DKMS, install
+from surefoot.doctor.fixes import REMOVE_DKMS, driver_allows, install
 from surefoot.doctor.rules.a_driver import f08, f17, f18
 from surefoot.errors import UserError
 from surefoot.machine.facts import Machine
@@ -57,6 +57,8 @@ def system_steps(m: Machine, choice: Choice, target: Target) -> tuple[tuple[Step
     """
     if target.kind == "cpu" or (target.kind == "cuda" and m.container):
         return (), ()
+    if target.kind == "cuda" and m.wsl:
+        return (), ("the driver is Windows' own: install NVIDIA's there, and none in WSL",)
     if target.kind == "cuda":
         return _nvidia_driver(m, target), ()
     if m.container:
@@ -91,9 +93,7 @@ def _reboot(m: Machine, needed: bool, needs: tuple[str, ...], check: str) -> Ste
 
 def _nvidia_driver(m: Machine, target: Target) -> tuple[Step, ...]:
     version = m.snapshot.text("/proc/driver/nvidia/version").splitlines()
-    fact = (
-        version[0] if version and target.here else "/dev/nvidia0 is there" if m.snapshot.present("/dev/nvidia0") else ""
-    )
+    fact = version[0] if version else "/dev/nvidia0 is there" if m.snapshot.present("/dev/nvidia0") else ""
     lines = ready(m, ["sudo apt install ubuntu-drivers-common", "sudo ubuntu-drivers install"])
     if m.distro != "ubuntu":
         lines = (
@@ -140,9 +140,7 @@ class _Driver:
         if self.apu:
             return None
         if m.driver and self.target.here:
-            loaded = load_table().driver_of(m.driver)
-            fits = loaded is None or loaded.userspace[0] <= rocm <= loaded.userspace[1]
-            if fits and m.driver >= wants:
+            if driver_allows(m, rocm) and m.driver >= wants:
                 return None
         elif not wants and (self.works or not self.kernel_version or self.kernel_version >= self.oldest):
             return None
@@ -361,6 +359,7 @@ def rocm_devel(m: Machine, choice: Choice, target: Target) -> Step:
         The step `rocm-devel`: satisfied by a ROCm of the same line here, else from the package manager.
     """
     wanted = parse_version(choice.rocm)
+    line = short(wanted).replace(".", "[.]")
     trees = [path for path, version in m.rocm_trees.items() if same_line(version, wanted) and target.here]
     header = "include/hip/hip_runtime.h"
     here = next((path for path in trees if m.snapshot.present(f"{path}/{header}")), "")
@@ -372,7 +371,11 @@ def rocm_devel(m: Machine, choice: Choice, target: Target) -> Step:
         title=f"Install ROCm {choice.rocm}'s compiler and headers",
         reason=f"something compiles: it needs hipcc and headers of ROCm {choice.rocm}, the line of torch",
         commands=ready(m, lines),
-        verify=("test -x /opt/rocm/bin/hipcc", f"test -e /opt/rocm/{header}"),
+        verify=(
+            "test -x /opt/rocm/bin/hipcc",
+            f"test -e /opt/rocm/{header}",
+            f"grep -q '^{line}[.]' /opt/rocm/.info/version",  # another ROCm's compiler does not make this step done
+        ),
         undo=("# remove the packages rocm-hip-sdk and rocm-dev with the package manager",),
         needs=("pip-tools",),
         root=True,

@@ -47,7 +47,7 @@ def target_of(m: Machine, wish: Wish) -> Target:
     if m.compute_targets and not display_only(m) and not (m.has_nvidia and _only_integrated(m)):
         unknown = [gfx for gfx in m.compute_targets if load_table().gpu(gfx) is None]
         if unknown:
-            raise _refuse(f"the table of GPUs has no row for {unknown[0]}, which this machine has", "--gpu")
+            raise _refuse(f"the table of GPUs has no row for {unknown[0]}, which this machine has")
         return Target("rocm", m.compute_targets, True, f"this machine has {', '.join(m.compute_targets)}")
     if m.has_nvidia:
         return Target("cuda", (), True, "this machine has an NVIDIA GPU")
@@ -60,13 +60,15 @@ def target_of(m: Machine, wish: Wish) -> Target:
     if m.has_amd and not display_only(m):
         old = [gfx for g in m.amd_pci if (gfx := load_table().unsupported_asic(g.device))]
         what = f"ROCm's driver takes no {old[0]}" if old else "the table of GPUs does not know this card"
-        raise _refuse(f"{what} ({pci_words(m) or gpu_words(m)})", "--gpu")
+        raise _refuse(f"{what} ({pci_words(m) or gpu_words(m)})")
     return Target("cpu", (), True, "no GPU to train on is here")
 
 
-def _refuse(message: str, key: str) -> UserError:
+def _refuse(message: str) -> UserError:
     return UserError(
-        message, hint="would match: another card (--gpu gfxNNN plans for it), or this machine's CPU: --gpu cpu", key=key
+        message,
+        hint="would match: another card (--gpu gfxNNN plans for it), or this machine's CPU: --gpu cpu",
+        key="--gpu",
     )
 
 

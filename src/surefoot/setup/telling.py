@@ -46,16 +46,15 @@ ENDED = "surefoot: exit code "
 _ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\x1b\][^\x07]*\x07")
 
 
-def telling(log: str, code: int | None = None, most: int = _MOST) -> tuple[str, ...]:
+def telling(log: str, code: int | None = None) -> tuple[str, ...]:
     """Pick the lines of a log that tell why its command failed.
 
     Args:
         log: everything that was printed.
         code: the exit code; 137 and -9 add that the process was killed, when the log does not say so.
-        most: how many lines to return, besides the one that names the command.
 
     Returns:
-        Lines in the log's order, without colours, repetitions and progress bars; the log's last lines when none tells.
+        Few lines, in the log's order, without colours, repetitions and progress bars; its last lines when none tells.
     """
     lines = [_clean(line) for line in log.splitlines()]
     best: dict[int, int] = {}  # line number -> rank
@@ -71,7 +70,7 @@ def telling(log: str, code: int | None = None, most: int = _MOST) -> tuple[str, 
     # Of each rank its first lines, for what comes later came of it; a rank with many must not crowd out the others.
     ranked = sorted(best, key=lambda number: (best[number], number))
     heads = [n for rank in range(len(_RANKS)) for n in [n for n in ranked if best[n] == rank][:_HEADS]]
-    chosen = sorted([*heads, *(n for n in ranked if n not in heads)][:most])
+    chosen = sorted([*heads, *(n for n in ranked if n not in heads)][:_MOST])
     found = [lines[number] for number in chosen] or [line for line in lines if line][-3:]
     ended = next((number for number in reversed(range(len(lines))) if lines[number].startswith(ENDED)), None)
     if ended is not None and lines[ended] not in found:

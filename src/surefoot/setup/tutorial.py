@@ -63,7 +63,6 @@ class Piece:
         words: a command's words, or (name, value) of a setting or a YAML key.
         env: variables that are set for this command alone.
         sudo: whether it runs as root.
-        kept: of a setting, whether it is written into a file that every shell reads.
     """
 
     line: int
@@ -72,18 +71,9 @@ class Piece:
     words: tuple[str, ...] = ()
     env: dict[str, str] = field(default_factory=dict)
     sudo: bool = False
-    kept: bool = False
 
 
-@dataclass(frozen=True)
-class Tutorial:
-    """What was read: the pieces in order, and how many lines were prose, comments or output."""
-
-    pieces: tuple[Piece, ...]
-    prose: int
-
-
-def read_tutorial(text: str) -> Tutorial:
+def read_tutorial(text: str) -> tuple[Piece, ...]:
     """Read a tutorial, a shell script, a terminal session or a mixture of them.
 
     Args:
@@ -97,7 +87,6 @@ def read_tutorial(text: str) -> Tutorial:
     if _HTML.search(text):
         text = html.unescape(_TAG.sub("", _BLOCK_TAG.sub("\n", text)))
     pieces: list[Piece] = []
-    prose = 0
     blocks = list(_blocks(text))
     bare = not any(fenced for fenced, _, _ in blocks) and not _PROMPT.search(text)
     for fenced, language, lines in blocks:
@@ -105,12 +94,9 @@ def read_tutorial(text: str) -> Tutorial:
         session = any(_prompted(line) for _, line in joined)
         rooted = session or not any(_command_like(line.strip()) for _, line in joined)
         for number, line in joined:
-            if not line.strip():
-                continue
-            found = list(_line(number, line, fenced, language, session, rooted, bare))
-            pieces += found
-            prose += not found
-    return Tutorial(tuple(pieces), prose)
+            if line.strip():
+                pieces += _line(number, line, fenced, language, session, rooted, bare)
+    return tuple(pieces)
 
 
 def _blocks(text: str) -> Iterator[tuple[bool, str, list[tuple[int, str]]]]:
@@ -289,10 +275,9 @@ def _simple(number: int, words: list[str], document: str) -> Iterator[Piece]:
     if not left:
         yield from (_setting(number, name, value) for name, value in env.items())
     elif left[0] in ("export", "ENV", "setenv") and len(left) > 1:
-        yield from _exports(number, left[1:], kept=False)
+        yield from _exports(number, left[1:])
     elif left[0] == "echo" and (inside := re.search(r"\b([A-Z][A-Z0-9_]+=.*)", left[1] if len(left) > 1 else "")):
-        kept = any(">" in word or "tee" in word for word in left[2:])
-        yield from _exports(number, [inside.group(1)], kept=kept)
+        yield from _exports(number, [inside.group(1)])
     elif document and re.match(r"python[\d.]*$", left[0]):
         yield Piece(number, document, "python")
     else:
@@ -300,7 +285,7 @@ def _simple(number: int, words: list[str], document: str) -> Iterator[Piece]:
         yield from (_setting(number, name, value) for name, value in env.items())
         if left[0] in ("docker", "podman"):
             given = [value for flag, value in pairwise(left) if flag in ("-e", "--env")]
-            yield from _exports(number, given, kept=False)
+            yield from _exports(number, given)
 
 
 def _quoted(word: str) -> str:
@@ -308,14 +293,14 @@ def _quoted(word: str) -> str:
     return shlex.quote(word) if not word or re.search(r"[\s;&|<>()'\"\\#*]", word) else word
 
 
-def _exports(number: int, words: list[str], kept: bool) -> Iterator[Piece]:
+def _exports(number: int, words: list[str]) -> Iterator[Piece]:
     if len(words) == 2 and "=" not in words[0]:  # `ENV NAME value`, `setenv NAME value`
         words = ["=".join(words)]
     for word in words:
         name, equals, value = word.partition("=")
         if equals:
-            yield _setting(number, name, value.strip("\"'"), kept)
+            yield _setting(number, name, value.strip("\"'"))
 
 
-def _setting(number: int, name: str, value: str, kept: bool = False) -> Piece:
-    return Piece(number, f"{name}={value}", "setting", (name, value), kept=kept)
+def _setting(number: int, name: str, value: str) -> Piece:
+    return Piece(number, f"{name}={value}", "setting", (name, value))

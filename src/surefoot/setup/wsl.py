@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from surefoot.machine.facts import Machine
 from surefoot.setup.choose import Choice
-from surefoot.setup.plan import STATE_FOLDER, Step
+from surefoot.setup.plan import CONSTRAINTS, STATE_FOLDER, Step
 
 _SOURCES = "https://github.com/ROCm/librocdxg"
 _KITS = "/mnt/c/Program Files (x86)/Windows Kits/10/Include"
@@ -56,14 +56,14 @@ def wsl_bridge(m: Machine, choice: Choice, needs: tuple[str, ...]) -> Step:
     """
     root = f'"$({choice.interpreter} -m rocm_sdk path --root)"'
     folder = f"{STATE_FOLDER}/librocdxg"
-    library = next((path for path in m.snapshot.glob(f"*/{_LIBRARY}")), "")
+    library = next(iter(m.snapshot.glob(f"*/{_LIBRARY}")), "")
     return Step(
         id="wsl-bridge",
         title="Build librocdxg into this ROCm",
         reason="ROCm has no kernel driver under WSL; librocdxg carries its calls to Windows' (ROCm 7.13 and newer look "
         "for it by themselves). Its build reads headers of the Windows SDK, to be installed in Windows",
         commands=(
-            f"{choice.pip} install -c {STATE_FOLDER}/constraints.txt 'cmake>=3.15' ninja",
+            f"{choice.pip} install -c {CONSTRAINTS} 'cmake>=3.15' ninja",
             f"test -d {folder}/.git || git clone --depth 1 {_SOURCES} {folder}",
             f"root={root}",
             f'kits="{_KITS}"',

@@ -107,7 +107,7 @@ def apply_treatment(
         case "stop":
             keeper.stop(run, diagnosis, treatment.action)
         case "retry":
-            keeper.stop_if(run, diagnosis, keeper.memory.add_transient(scene.step, device_of(run, diagnosis)))
+            keeper.stop_if(run, diagnosis, keeper.memory.add_transient(scene.step, device_at_fault(run, diagnosis)))
         case "scale":
             assert treatment.loss_scale is not None
             run.runner.scale.lower_to(treatment.loss_scale)
@@ -138,7 +138,7 @@ def apply_treatment(
     keeper.acted(run, diagnosis, treatment.action, treatment.verified, began, steps_lost=lost)
 
 
-def device_of(run: Run, diagnosis: Diagnosis) -> str:
+def device_at_fault(run: Run, diagnosis: Diagnosis) -> str:
     """Return the device that a fault was found on; of several ranks, which one's."""
     return run.runner.device if run.ranks.alone else run.ranks.names[diagnosis.details.get("rank", 0)]
 
@@ -161,7 +161,7 @@ def reload_weights(keeper: Keeper, run: Run, diagnosis: Diagnosis, began: float)
     for name in names:
         if not keeper.frozen.sums.reload(run.model, name, folder):
             keeper.stop(run, diagnosis, f"stopped: {name} cannot be read from its file as it was")
-    keeper.stop_if(run, diagnosis, keeper.memory.add_transient(diagnosis.step, device_of(run, diagnosis)))
+    keeper.stop_if(run, diagnosis, keeper.memory.add_transient(diagnosis.step, device_at_fault(run, diagnosis)))
     before = run.state.step
     at = keeper.go_back(run, min(before, keeper.frozen.sound_at))
     keeper.acted(run, diagnosis, f"read {shown(names)} from its file again", True, began, steps_redone=before - at)

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 CHECKSUM_EVERY = 200  # steps at most; on a GPU always, where reading the sums waits for it
 # On a CPU: this much a step on average, by size and not by the clock, so that runs are alike. Summing it takes 2 ms
-# (20 GB/s on two cores, measured), and a step over so many weights tens of times that. Small models: after every step.
+# (20 GB/s on two cores, measured). Small models are looked at after every step.
 BYTES_A_STEP = 32 * 2**20
 
 
