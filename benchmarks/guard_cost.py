@@ -125,7 +125,7 @@ class Arm:
     single: list[list[float]] = field(default_factory=list)
     peak: float = 0.0
     recorder: Recorder = field(default_factory=Recorder)
-    in_guard: list[float] = field(default_factory=list)
+    in_guard: dict[str, list[float]] = field(default_factory=dict)
     weights: list[torch.Tensor] = field(default_factory=list)
 
     def take_model(self, bench: Bench) -> None:
@@ -217,7 +217,7 @@ def surefoot_arm(bench: Bench, mode: str, table: MemoryTable, per_step: int, opt
     arm = Arm(mode, advance, recorder=recorder)
     for owner, names in ((run.guard, GUARD_CALLS), (run.guard.integrity, ("before_update", "after_update"))):
         for name in names if owner is not None else ():
-            setattr(owner, name, timed(getattr(owner, name), arm.in_guard))
+            setattr(owner, name, timed(getattr(owner, name), arm.in_guard.setdefault(name, [])))
     return arm
 
 
@@ -338,9 +338,10 @@ def measure(
     heal.advance(WARM)
     arms = [bare, off, heal] if with_bare else [off, heal]
     for arm in arms:
-        arm.in_guard.clear()
+        for seconds in arm.in_guard.values():
+            seconds.clear()
     rounds = take_turns(bench, arms, max(1, options.steps // BLOCK), options.seconds)
-    in_guard = {arm.name: 1e3 * sum(arm.in_guard) / (rounds * BLOCK) for arm in (off, heal)}
+    in_guard = {arm.name: 1e3 * sum(map(sum, arm.in_guard.values())) / (rounds * BLOCK) for arm in (off, heal)}
     if not with_bare:
         bare.block(bench, BLOCK)
     syncs = {arm.name: count_syncs(bench, arm, 4) for arm in (bare, off, heal)}
@@ -356,6 +357,9 @@ def measure(
     added = in_guard["heal"] - in_guard["off"]
     share = 0.1 * added / statistics.median(heal.seconds)
     print(f"ms a step of the host within the guard's calls: {said}: {added:+.3f}, {share:.2f}% of heal's step")
+    for name, seconds in heal.in_guard.items():
+        rare = ", ".join(f"{1e3 * longest:.1f}" for longest in sorted(seconds)[-6:])
+        print(f"  {name}: {1e3 * sum(seconds) / (rounds * BLOCK):.3f} ms a step; the longest calls {rare} ms")
     for message in [*off.recorder.messages, *heal.recorder.messages]:
         print(message)
 

@@ -112,10 +112,10 @@ def make_model(shapes: dict[str, Any], device: str) -> Any:
     return adapted(plain_model(shapes, device))
 
 
-def optimizer_of(model: Any, device: str) -> torch.optim.Optimizer:
+def optimizer_of(model: Any, device: str, rate: float = 1e-4) -> torch.optim.Optimizer:
     """Fused AdamW over the adapters."""
     trained = [p for p in model.parameters() if p.requires_grad]
-    return torch.optim.AdamW(trained, lr=1e-4, fused=device != "cpu")
+    return torch.optim.AdamW(trained, lr=rate, fused=device != "cpu")
 
 
 def peer_step(model: Any, device: str, rows_at_once: int) -> Step:
@@ -143,7 +143,7 @@ def peer_step(model: Any, device: str, rows_at_once: int) -> Step:
     return step
 
 
-def surefoot_step(model: Any, device: str, round_to: int, tokens_per_pass: int) -> tuple[Step, Any]:
+def surefoot_step(model: Any, device: str, round_to: int, tokens_per_pass: int, rate: float = 1e-4) -> tuple[Step, Any]:
     """A step as Surefoot does it: all rows packed, each pass attended by its layout, chunked loss; and its forward."""
     from surefoot.model.attention import use_packed_attention
     from surefoot.model.lora import fuse_lora
@@ -152,7 +152,7 @@ def surefoot_step(model: Any, device: str, round_to: int, tokens_per_pass: int) 
     use_packed_attention(model.get_base_model())
     fuse_lora(model)
     forward = build_forward(model, torch.bfloat16, upcast=False, label_smoothing=0.0)
-    optimizer = optimizer_of(model, device)
+    optimizer = optimizer_of(model, device, rate)
 
     def step(rows: Rows) -> torch.Tensor:
         trained, losses = count_trained(rows), []

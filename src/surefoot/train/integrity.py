@@ -30,7 +30,7 @@ LOST = 0.5  # a second moment that fell below this share of itself between two u
 # On a GPU every so many updates: norms of the 448 tensors of an 8B model's adapter take the host 1.3 ms (H200,
 # measured), its moments are twice as many, and a look takes them three times; a step of short chats takes 130 ms.
 # A CPU looks at every update.
-EVERY_ON_GPU = 64
+EVERY_ON_GPU = 100
 TOLD_RATES = 3  # changed learning rates that are told; after them each is put back without another word
 
 

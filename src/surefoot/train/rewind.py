@@ -32,23 +32,29 @@ class RestorePoint:
 
     Attributes:
         state: its counters.
-        weights: trained weights by name, on the host; None for a full fine-tune's start, which is loaded anew.
-        optimizer: the optimizer's state, on the host.
+        names: of the trained weights that were copied; None for a full fine-tune's start, which is loaded anew.
+        optimizer: the optimizer's state as it was laid out; its tensors are the live ones, their copies are elsewhere.
         scheduler: the schedule's state.
         scale: value and clean steps of the loss scale.
         random_state: of all generators.
         guard: what the guard knew.
-        memory: that its tensors lie in.
+        memory: the copies, weights first, then the optimizer's.
     """
 
     state: RunState
-    weights: dict[str, torch.Tensor] | None
+    names: tuple[str, ...] | None
     optimizer: dict[str, Any]
     scheduler: dict[str, Any]
     scale: dict[str, Any]
     random_state: dict[str, Any]
     guard: dict[str, Any]
     memory: HostCopy
+
+    def copies(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+        """Return the copied weights by name, and the optimizer's state with the copies in it."""
+        tensors = iter(self.memory.tensors())
+        weights = {name: next(tensors) for name in self.names or ()}
+        return weights, _with_tensors(self.optimizer, tensors)
 
 
 class RestorePoints:
@@ -69,6 +75,10 @@ class RestorePoints:
             birth: the run before its checkpoint was restored; None when it goes on from none.
         """
         self._in_memory = hasattr(run.model, "peft_config")
+        self._spare: list[HostCopy] = []
+        if self._in_memory and run.runner.device != "cpu":
+            # Of the two points that take turns. Asked for between two steps it would hold up both of them.
+            self._spare = [HostCopy(_room(run)), HostCopy(_room(run))]
         self.points = [] if birth is None else [birth]
         if birth is None or self._in_memory:  # a full fine-tune that was resumed has its checkpoint
             self.points.append(take(run, random_state, with_weights=self._in_memory))
@@ -80,6 +90,8 @@ class RestorePoints:
     def add(self, run: Run, random_state: dict[str, Any]) -> None:
         """Take a point, and forget the oldest but the first and the last two."""
         memory = self.points.pop(1).memory if len(self.points) > 2 else None
+        if self._spare:
+            memory = self._spare.pop()
         self.points.append(take(run, random_state, with_weights=True, memory=memory))
 
     def moments_lost(self, run: Run) -> bool:
@@ -94,10 +106,11 @@ class RestorePoints:
         point = self.points[-1]
         lost = total = 0
         states = run.optimizer.state_dict()["state"]
-        for group in point.optimizer["param_groups"]:
+        _, optimizer = point.copies()
+        for group in optimizer["param_groups"]:
             decay = group.get("betas", (0.0, 0.0))[1] ** (run.state.step - point.state.step)
             for index in group["params"]:
-                before = point.optimizer["state"].get(index, {}).get("exp_avg_sq")
+                before = optimizer["state"].get(index, {}).get("exp_avg_sq")
                 now = states.get(index, {}).get("exp_avg_sq")
                 if before is None or now is None:
                     continue
@@ -146,6 +159,14 @@ class RestorePoints:
         return best.state.step
 
 
+def _room(run: Run) -> dict[torch.dtype, int]:
+    """Count the numbers of a point with Adam's moments and counters; an optimizer that holds more asks for more."""
+    room: dict[torch.dtype, int] = {}
+    for parameter in run.runner.trained.values():
+        room[parameter.dtype] = room.get(parameter.dtype, 0) + 3 * parameter.numel() + 1
+    return room
+
+
 def take(run: Run, random_state: dict[str, Any], *, with_weights: bool, memory: HostCopy | None = None) -> RestorePoint:
     """Copy what a run needs to be put back here; a GPU is not waited for.
 
@@ -161,12 +182,12 @@ def take(run: Run, random_state: dict[str, Any], *, with_weights: bool, memory: 
     memory = memory or HostCopy()
     trained: dict[str, torch.Tensor] = dict(run.runner.trained) if with_weights else {}
     optimizer = run.optimizer.state_dict()
-    copies = iter(memory.take([*trained.values(), *_tensors_of(optimizer)]))
-    weights = {name: next(copies) for name in trained}
+    optimizer["state"] = {index: dict(state) for index, state in optimizer["state"].items()}
+    memory.take([*trained.values(), *_tensors_of(optimizer)])
     return RestorePoint(
         copy.copy(run.state),
-        weights if with_weights else None,
-        _with_tensors(optimizer, copies),
+        tuple(trained) if with_weights else None,
+        optimizer,
         copy.deepcopy(run.scheduler.state_dict()),
         dict(run.runner.scale.state()),
         random_state,
@@ -185,10 +206,12 @@ def put_back(run: Run, point: RestorePoint) -> None:
     """
     if run.runner.device != "cpu":
         torch.cuda.synchronize(run.runner.device)  # the copies were started without waiting
-    weights = point.weights if point.weights is not None else _loaded_anew(run)
+    weights, optimizer = point.copies()
+    if point.names is None:
+        weights = _loaded_anew(run)
     for name, parameter in run.runner.trained.items():
         parameter.copy_(weights[name])
-    run.optimizer.load_state_dict(copy.deepcopy(point.optimizer))
+    run.optimizer.load_state_dict(copy.deepcopy(optimizer))
     run.scheduler.load_state_dict(copy.deepcopy(point.scheduler))
     run.runner.scale = type(run.runner.scale)(**point.scale)
     run.state = copy.copy(point.state)
@@ -200,35 +223,52 @@ class HostCopy:
     """Tensors of the device copied to the host in one piece a dtype; the memory can be used again.
 
     Pinned memory takes the driver about a millisecond a piece, and an adapter has more than a thousand tensors with its
-    moments: copied one by one they held a step up for seconds (measured on an H200, 8B shapes).
+    moments: copied one by one they held a step up for seconds (measured on an H200, 8B shapes). The pieces are only cut
+    into tensors when those are wanted, which is hardly ever.
     """
 
-    def __init__(self) -> None:
-        self._flat: dict[torch.dtype, torch.Tensor] = {}
+    def __init__(self, reserve: dict[torch.dtype, int] | None = None) -> None:
+        """Ask for pinned memory ahead, where it is known how much will be needed.
+
+        Args:
+            reserve: numbers of each dtype that will be copied from a GPU.
+        """
+        self._flat = {dtype: _pinned(count, dtype) for dtype, count in (reserve or {}).items()}
+        self._places: dict[torch.dtype, list[int]] = {}
+        self._shapes: list[torch.Size] = []
+        self._clones: dict[int, torch.Tensor] = {}
 
     @torch.no_grad()
-    def take(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    def take(self, tensors: list[torch.Tensor]) -> None:
         """Copy tensors; from a GPU into pinned memory, without waiting.
 
         Args:
-            tensors: of any dtypes and shapes; those of another device than the first are cloned.
-
-        Returns:
-            The copies, in the same order and shapes. They are overwritten by the next call.
+            tensors: of any dtypes and shapes; those that are not on a GPU are cloned.
         """
-        if not tensors or all(tensor.device.type != "cuda" for tensor in tensors):
-            return [tensor.detach().clone() for tensor in tensors]
-        copies: dict[int, torch.Tensor] = {}
-        for dtype in {tensor.dtype for tensor in tensors}:
-            places = [i for i, t in enumerate(tensors) if t.dtype == dtype and t.device.type == "cuda"]
-            packed = torch.cat([tensors[i].detach().reshape(-1) for i in places])
-            flat = self._flat.get(dtype)
-            if flat is None or flat.numel() != packed.numel():
-                flat = self._flat[dtype] = torch.empty(packed.shape, dtype=dtype, pin_memory=True)
-            flat.copy_(packed, non_blocking=True)
-            parts = flat.split([tensors[i].numel() for i in places])
-            copies |= {i: part.view(tensors[i].shape) for i, part in zip(places, parts, strict=True)}
-        return [copies[i] if i in copies else tensor.detach().clone() for i, tensor in enumerate(tensors)]
+        self._shapes = [tensor.shape for tensor in tensors]
+        self._clones = {i: tensor.clone() for i, tensor in enumerate(tensors) if tensor.device.type != "cuda"}
+        self._places = {}
+        for i, tensor in enumerate(tensors):
+            if i not in self._clones:
+                self._places.setdefault(tensor.dtype, []).append(i)
+        for dtype, places in self._places.items():
+            packed = torch.cat([tensors[i].flatten() for i in places])
+            if dtype not in self._flat or self._flat[dtype].numel() < packed.numel():
+                self._flat[dtype] = _pinned(packed.numel(), dtype)
+            self._flat[dtype][: packed.numel()].copy_(packed, non_blocking=True)
+
+    def tensors(self) -> list[torch.Tensor]:
+        """Return the copies, in the order and shapes of what was copied last; the next copy overwrites them."""
+        copies = dict(self._clones)
+        for dtype, places in self._places.items():
+            sizes = [self._shapes[i].numel() for i in places]
+            parts = self._flat[dtype][: sum(sizes)].split(sizes)
+            copies |= {i: part.view(self._shapes[i]) for i, part in zip(places, parts, strict=True)}
+        return [copies[i] for i in range(len(self._shapes))]
+
+
+def _pinned(count: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(count, dtype=dtype, pin_memory=True)
 
 
 def _with_tensors(value: Any, tensors: Iterator[torch.Tensor]) -> Any:
