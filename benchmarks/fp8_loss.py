@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
-sys.path[:0] = [str(Path(__file__).parents[1] / "src"), str(Path(__file__).parents[1] / "tests")]
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 
 from speed import Rows, adapted, compile_model, say, surefoot_step, sync
 

@@ -44,6 +44,7 @@ from surefoot.model.lora import fuse_lora
 from surefoot.model.probes import build_forward
 from surefoot.model.randomness import get_random_state
 from surefoot.train.frozen import CHECKSUM_EVERY
+from surefoot.train.garbage import startup_frozen
 from surefoot.train.gate import Gate
 from surefoot.train.integrity import StateTensors
 from surefoot.train.keeper import Keeper
@@ -340,7 +341,8 @@ def measure(
     for arm in arms:
         for seconds in arm.in_guard.values():
             seconds.clear()
-    rounds = take_turns(bench, arms, max(1, options.steps // BLOCK), options.seconds)
+    with startup_frozen():  # as a run does it
+        rounds = take_turns(bench, arms, max(1, options.steps // BLOCK), options.seconds)
     in_guard = {arm.name: 1e3 * sum(map(sum, arm.in_guard.values())) / (rounds * BLOCK) for arm in (off, heal)}
     if not with_bare:
         bare.block(bench, BLOCK)

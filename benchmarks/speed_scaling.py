@@ -1,8 +1,8 @@
 """How cost grows: tokens per second against the length of rows (512 to 32k) and against samples packed into a step.
 
 Surefoot's compiled step on Llama-3-8B shapes with LoRA r=16, random bfloat16 weights, one GPU. Lengths are measured
-with 16,384 tokens a step (one row, where it is longer); samples with rows of 193 tokens. The result is one JSON file,
-and a plot of it wherever matplotlib is.
+with 16,384 tokens a step (one row, where it is longer: there all MLPs are recomputed, as it would not fit otherwise);
+samples with rows of 193 tokens. The result is one JSON file, and a plot of it wherever matplotlib is.
 
     python benchmarks/speed_scaling.py --out scaling.json [--layers 32]
     python benchmarks/speed_scaling.py --plot scaling.json scaling.svg
@@ -25,16 +25,19 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from speed import SHAPES, TINY, Rows, compile_model, make_model, say, surefoot_step, sync
 
 from surefoot.data.messages import Sample
+from surefoot.model.memory import Choice
+from surefoot.model.recompute import recompute
 
 LENGTHS = [512, 1024, 2048, 4096, 8192, 16384, 32768]
-SAMPLES = [1, 2, 4, 8, 16, 32, 64]
+SAMPLES = [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64]
+FITTING = 16384  # tokens of a step that fit without recompute
 SHORT = 193  # tokens: the mean of short chats
 CLIFF = 2.0  # neighbouring points may differ by no more
 
 
 def rows(count: int, length: int, vocabulary: int) -> Rows:
     """Random ids, all of them trained but a third."""
-    rng = np.random.default_rng(count * length)
+    rng = np.random.default_rng(length)
     made = []
     for place in range(count):
         ids = rng.integers(0, vocabulary, length).astype(np.int32)
@@ -58,9 +61,9 @@ def speed_of(step: Any, made: Rows, seconds: float) -> float:
 
 
 def cliffs(points: dict[int, float]) -> list[str]:
-    """Name neighbours whose speed falls by more than CLIFF; growth with the size of a step is none."""
+    """Name neighbours whose speeds differ by more than CLIFF."""
     pairs = itertools.pairwise(points.items())
-    return [f"{a} to {b}: {x:,.0f} to {y:,.0f}" for (a, x), (b, y) in pairs if x > CLIFF * y]
+    return [f"{a} to {b}: {x:,.0f} to {y:,.0f}" for (a, x), (b, y) in pairs if max(x, y) > CLIFF * min(x, y)]
 
 
 def measure(arguments: argparse.Namespace) -> int:
@@ -70,18 +73,19 @@ def measure(arguments: argparse.Namespace) -> int:
     shapes = shapes | {"max_position_embeddings": max(LENGTHS)}
     model = make_model(shapes, device)
     lengths = [16, 32, 64] if arguments.tiny else LENGTHS
-    largest = max(16384, *lengths) if not arguments.tiny else 128
+    largest = max(FITTING, *lengths) if not arguments.tiny else 128
     step, _ = surefoot_step(model, device, 64, largest)
     if device != "cpu":
         compile_model(model, [], narrow=False)
     where = torch.cuda.get_device_name() if device != "cpu" else "CPU"
     found: dict[str, Any] = {"device": where, "torch": torch.__version__, "layers": shapes["num_hidden_layers"]}
     for name, points in (
-        ("length", {n: (max(1, (128 if arguments.tiny else 16384) // n), n) for n in lengths}),
+        ("length", {n: (max(1, (128 if arguments.tiny else FITTING) // n), n) for n in lengths}),
         ("samples", {k: (k, SHORT) for k in ([1, 2] if arguments.tiny else SAMPLES)}),
     ):
         curve: dict[int, float] = {}
         for at, (count, length) in points.items():
+            recompute(model, Choice(0, shapes["num_hidden_layers"] if count * length > FITTING else 0))
             try:
                 curve[at] = speed_of(step, rows(count, length, shapes["vocab_size"]), arguments.seconds)
             except torch.OutOfMemoryError:

@@ -30,6 +30,7 @@ from surefoot.model.shapes import read_shapes
 from surefoot.train.before import look_before_training
 from surefoot.train.checkpoint import read_checkpoint, remove_weights, save_model, sweep, verify_weights
 from surefoot.train.events import Listener, RunFacts, TrainResult
+from surefoot.train.garbage import startup_frozen
 from surefoot.train.gate import Gate
 from surefoot.train.keeper import Keeper
 from surefoot.train.loop import Run, evaluate_all, train
@@ -104,7 +105,8 @@ def run_training(
             look_before_training(run)
             if device != "cpu":
                 torch.cuda.reset_peak_memory_stats(device)  # what looking took is no part of the plan
-            result = with_memory(run, train(run))
+            with startup_frozen():
+                result = with_memory(run, train(run))
             if run.state.step and run.state.step == run.guard.memory.steps_lost:
                 raise WorkError(
                     "every step was left out: nothing was trained", hint="look at the rows that were skipped"
