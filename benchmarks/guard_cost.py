@@ -1,9 +1,10 @@
 """What the guard costs on a healthy run, and what its cures cost: step time, host syncs and memory on one GPU.
 
-Llama-3-8B shapes with random bfloat16 weights, LoRA r=16 on all linears. Three arms over the same rows take turns in
-blocks: `bare` (forward, backward, clip, fused AdamW, no check at all), `off` and `heal`, the last two through
-`surefoot.train.loop.train`. Where the host is the limit, times of blocks swing with the machine; so the host's time
-within the guard's own calls is told as well. Then the step with one cure at a time. Needs torch, transformers and PEFT.
+Llama-3-8B shapes with random bfloat16 weights, LoRA r=16 on all linears. `off` and `heal`, both through
+`surefoot.train.loop.train`, take turns in blocks over the same rows; `bare` (forward, backward, clip, fused AdamW, no
+check at all) runs one block. Where the host is the limit, times of blocks swing with the machine: there `off` runs
+twice, as a control, and the host's time within the guard's own calls is told as well. Then the step with one cure at a
+time. Needs torch, transformers and PEFT.
 
     python benchmarks/guard_cost.py --part long --seconds 400
     python benchmarks/guard_cost.py --part short cure
@@ -268,10 +269,11 @@ def short_chats(count: int) -> tuple[MemoryTable, int, int]:
 
 
 def take_turns(bench: Bench, arms: list[Arm], rounds: int, seconds: float) -> int:
-    """Let the arms do a block each, in turning order, until the rounds or the time are up; return the rounds done."""
+    """Let the arms do a block each, in an order drawn anew, until the rounds or the time are up; return the rounds."""
+    order = random.Random(0)
     began = time.perf_counter()
     for turn in range(rounds):
-        for arm in arms if turn % 2 == 0 else reversed(arms):
+        for arm in order.sample(arms, len(arms)):
             arm.block(bench, BLOCK)
         spent = time.perf_counter() - began
         if spent + spent / (turn + 1) > seconds:
@@ -324,9 +326,9 @@ def _without_outliers(seconds: list[float]) -> float:
 
 
 def measure(
-    bench: Bench, name: str, data: tuple[MemoryTable, int, int], options: argparse.Namespace, with_bare: bool
+    bench: Bench, name: str, data: tuple[MemoryTable, int, int], options: argparse.Namespace, twice: bool
 ) -> None:
-    """Measure the arms on one kind of rows and print their lines; `bare` takes turns too, or runs one block."""
+    """Measure the arms on one kind of rows and print their lines; `bare` runs one block, `off` takes two turns or one."""
     table, per_step, tokens = data
     cfg = settings(bench, "off", per_step)
     bare = bare_arm(bench, table, per_step, build_optimizer(bench.model, cfg), tokens)
@@ -337,24 +339,27 @@ def measure(
     heal = surefoot_arm(bench, "heal", table, per_step, build_optimizer(bench.model, cfg), tokens)
     heal.take_model(bench)
     heal.advance(WARM)
-    arms = [bare, off, heal] if with_bare else [off, heal]
+    # Where the host is the limit, the same arm twice shows how far apart equals come out.
+    again = surefoot_arm(bench, "off again", table, per_step, build_optimizer(bench.model, cfg), tokens)
+    again.take_model(bench)
+    again.advance(WARM)
+    arms = [off, heal, again] if twice else [off, heal]
     for arm in arms:
         for seconds in arm.in_guard.values():
             seconds.clear()
     with startup_frozen():  # as a run does it
         rounds = take_turns(bench, arms, max(1, options.steps // BLOCK), options.seconds)
     in_guard = {arm.name: 1e3 * sum(map(sum, arm.in_guard.values())) / (rounds * BLOCK) for arm in (off, heal)}
-    if not with_bare:
-        bare.block(bench, BLOCK)
+    bare.block(bench, BLOCK)
     syncs = {arm.name: count_syncs(bench, arm, 4) for arm in (bare, off, heal)}
     print(f"\n{name}: {rounds * BLOCK} steps an arm, in turns of {BLOCK}")
     print(f"{'arm':6} {'ms a step':>10} {'peak GiB':>9}   {'against off':72} host syncs a step")
-    for arm in (bare, off, heal):
-        waits = ", ".join(f"{name} {count:g}" for name, count in syncs[arm.name].items())
+    for arm in (bare, *arms):
+        waits = ", ".join(f"{name} {count:g}" for name, count in syncs.get(arm.name, {}).items())
         line = f"{arm.name:6} {1e3 * statistics.median(arm.seconds):10.2f} {arm.peak:9.3f}"
         print(f"{line}   {against(arm, off) if arm is not off else '':72} {waits}")
-    if bare in arms:
-        print(f"heal against bare: {against(heal, bare)}")
+    if twice:
+        print(f"heal against off again: {against(heal, again)}")
     said = ", ".join(f"{name} {ms:.3f}" for name, ms in in_guard.items())
     added = in_guard["heal"] - in_guard["off"]
     share = 0.1 * added / statistics.median(heal.seconds)
