@@ -328,7 +328,7 @@ def _without_outliers(seconds: list[float]) -> float:
 def measure(
     bench: Bench, name: str, data: tuple[MemoryTable, int, int], options: argparse.Namespace, twice: bool
 ) -> None:
-    """Measure the arms on one kind of rows and print their lines; `bare` runs one block, `off` takes two turns or one."""
+    """Measure the arms on one kind of rows and print their lines; with `twice`, `off` runs twice."""
     table, per_step, tokens = data
     cfg = settings(bench, "off", per_step)
     bare = bare_arm(bench, table, per_step, build_optimizer(bench.model, cfg), tokens)
