@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 
 import typer
 
@@ -23,9 +24,10 @@ def train(ctx: typer.Context, debug: bool = typer.Option(False, "--debug", help=
 
         cfg = load_config(path, overrides, purpose="train")
 
-        from surefoot.cli.launch import become, launch_command
+        from surefoot.cli.launch import become, launch_command, meet_others
 
         if command := launch_command(cfg, [*ctx.args, *(["--debug"] if debug else [])], os.environ):
+            meet_others(cfg, os.environ, lambda line: print(line, file=sys.stderr, flush=True))
             become(command)
 
         from surefoot.cli.console import make_console

@@ -73,6 +73,7 @@ def run_job(cfg: Config, console: Console) -> JobResult:
         WorkError: the training failed.
     """
     from surefoot.machine.device import choose_device
+    from surefoot.machine.network import tie_to_network
     from surefoot.train.ranks import Place, Ranks, device_of
 
     def say(message: str) -> None:
@@ -90,6 +91,7 @@ def run_job(cfg: Config, console: Console) -> JobResult:
     if trackers_wanted:
         say(f"Trackers: {', '.join(trackers_wanted)}.")
     choice = choose_device(device_of(cfg, place))
+    tie_to_network(os.environ)
     ranks = Ranks.join(cfg, choice.device, os.environ)
     say(choice.message if ranks.alone else f"{choice.message} {place.world} processes, this is {ranks.names[0]}.")
     try:
