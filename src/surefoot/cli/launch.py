@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from surefoot.cli.roll_call import Node
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 
 MOST_PATIENCE = 600  # seconds for which a machine waits for the others, as torchrun itself
 USUAL_PORT = 29500  # torchrun's, where several machines must know it
+CHECKED = "SUREFOOT_MACHINE_CHECKED"  # tells the processes that their machine was looked at before they started
 ON = ("1", "true", "y", "yes", "on")
 
 
@@ -86,10 +88,33 @@ def meet_others(cfg: Config, environ: Mapping[str, str], say: Callable[[str], No
     call_roll(_node(environ, nodes), min(cfg.ddp_timeout, MOST_PATIENCE), say)
 
 
+def check_machine(cfg: Config, say: Callable[[str], None], root: Path = Path("/")) -> None:
+    """Before several GPU processes start here: tell the worst of what they will trip over.
+
+    Args:
+        cfg: the YAML; `device` and `workarounds` are read.
+        say: tells the person.
+        root: where the file system begins; another folder in tests.
+
+    Raises:
+        UserError: training would sum gradients wrongly.
+    """
+    if cfg.device == "cpu" or not cards_in_sight(root):
+        return
+    from surefoot.doctor.launch import judge_launch
+    from surefoot.machine.capture import capture
+
+    found = judge_launch(capture(root), workarounds=cfg.workarounds)
+    if found:
+        more = f" ({len(found) - 1} more: surefoot doctor)" if found[1:] else ""
+        say(f"warning: {found[0]}{more}")
+
+
 def become(command: list[str]) -> None:
     """Turn this process into another program, which gets its signals from then on."""
     sys.stdout.flush()
     sys.stderr.flush()
+    os.environ[CHECKED] = "1"
     os.execv(command[0], command)
 
 

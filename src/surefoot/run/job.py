@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from surefoot.run.folder import RunFolder
+from surefoot.run.link_test import test_links
 from surefoot.run.preprocessing import PreprocessingProgress
 from surefoot.run.progress import Progress
 from surefoot.run.prompts import load_prompts
@@ -95,6 +96,7 @@ def run_job(cfg: Config, console: Console) -> JobResult:
     ranks = Ranks.join(cfg, choice.device, os.environ)
     say(choice.message if ranks.alone else f"{choice.message} {place.world} processes, this is {ranks.names[0]}.")
     try:
+        test_links(ranks, choice.device, say)
         done = _run(cfg, ranks, choice.device, console, say, applied)
     except BaseException as error:
         ranks.announce(error)
