@@ -175,10 +175,12 @@ def test_several_machines_need_what_they_cannot_guess(settings):
 def test_gloo_takes_the_interface_that_leads_to_the_master(monkeypatch):
     monkeypatch.setattr(network, "interfaces", lambda: {"lo": ["127.0.0.1"], "eth7": ["10.77.0.2", "fe80::1"]})
     monkeypatch.setattr(network, "own_address", lambda master: "127.0.0.1" if "127" in master else "10.77.0.2")
+    several = {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}
     for variables, expected in (
         ({}, None),
         ({"WORLD_SIZE": "4", "MASTER_ADDR": "10.77.0.1"}, "eth7"),
         ({"WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1"}, "lo"),
+        (several | {"MASTER_ADDR": "127.0.1.1"}, "eth7"),  # as Debian writes a machine's own name into /etc/hosts
         ({"WORLD_SIZE": "4", "MASTER_ADDR": "10.77.0.1", "GLOO_SOCKET_IFNAME": "lo"}, "lo"),
     ):
         environ = dict(variables)

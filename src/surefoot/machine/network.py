@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Mapping, MutableMapping, Sequence
+from ipaddress import ip_address
 
 from surefoot.errors import UserError
+
+OUTSIDE = "192.0.2.1"  # an address that is kept for documentation (RFC 5737); nothing is sent to it
 
 
 def tie_to_network(environ: MutableMapping[str, str]) -> None:
@@ -28,6 +31,13 @@ def tie_to_network(environ: MutableMapping[str, str]) -> None:
     if "GLOO_SOCKET_IFNAME" in environ or "MASTER_ADDR" not in environ:
         return
     own = own_address(environ["MASTER_ADDR"])
+    if ip_address(own).is_loopback and environ.get("LOCAL_WORLD_SIZE", environ["WORLD_SIZE"]) != environ["WORLD_SIZE"]:
+        # The machine's own name is MASTER_ADDR, and /etc/hosts has a loopback address for it: others know it by the
+        # address on the way to the outside. No route there leaves gloo to its own choice.
+        try:
+            own = own_address(OUTSIDE)
+        except UserError:
+            return
     name = next((name for name, addresses in found.items() if own in addresses), None)
     if name is not None:
         environ["GLOO_SOCKET_IFNAME"] = name
