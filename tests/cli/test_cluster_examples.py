@@ -145,7 +145,7 @@ def check_pod(pod: dict, container: str) -> dict:
     assert one["resources"]["limits"] == {"amd.com/gpu": 8}
     mounts = {mount["name"]: mount["mountPath"] for mount in one["volumeMounts"]}
     volumes = {volume["name"]: volume for volume in pod["volumes"]}
-    assert mounts == {"work": "/work", "shm": "/dev/shm"} and volumes.keys() == mounts.keys()
+    assert mounts == {"work": "/train", "shm": "/dev/shm"} and volumes.keys() == mounts.keys()
     assert volumes["shm"]["emptyDir"]["medium"] == "Memory" and volumes["shm"]["emptyDir"]["sizeLimit"].endswith("Gi")
     assert "claimName" in volumes["work"]["persistentVolumeClaim"]
     return one
@@ -172,7 +172,7 @@ def test_the_indexed_job_starts_two_nodes_that_find_each_other():
     assert one["command"][:2] == ["surefoot", "train"]
     command = launch_command(config(), one["command"][2:], env | {"NODE_RANK": "1"})
     wanted = ["--nnodes=2", "--node-rank=1", "--nproc-per-node=8", "--master-port=29500"]
-    assert set(wanted) <= set(command) and command[-1] == "/work/my.yaml"
+    assert set(wanted) <= set(command) and command[-1] == "/train/my.yaml"
     assert "nvidia.com/gpu: 8" in text and "not run on a cluster" in text
 
 
@@ -185,7 +185,7 @@ def test_the_pytorchjob_leaves_the_numbers_to_torchrun():
     assert job["spec"]["nprocPerNode"] == "8"
     for kind in replicas.values():
         one = check_pod(kind["template"]["spec"], "pytorch")
-        assert one["command"] == ["torchrun", "-m", "surefoot", "train", "/work/my.yaml"]
+        assert one["command"] == ["torchrun", "-m", "surefoot", "train", "/train/my.yaml"]
     assert "nvidia.com/gpu: 8" in text and "not run on a cluster" in text
     # What the operator sets would make `surefoot train` alone take itself for a rank.
     assert launch_command(config(), ["x"], {"RANK": "1", "WORLD_SIZE": "16"}) is None
@@ -197,6 +197,6 @@ def test_torchrun_reads_what_the_operator_sets(monkeypatch):
     for name, value in {"NNODES": "2", "NPROC_PER_NODE": "8", "NODE_RANK": "1", "MASTER_ADDR": "surefoot-master-0",
                         "MASTER_PORT": "23456"}.items():  # fmt: skip
         monkeypatch.setenv(f"PET_{name}", value)
-    read = parse_args(["-m", "surefoot", "train", "/work/my.yaml"])
+    read = parse_args(["-m", "surefoot", "train", "/train/my.yaml"])
     assert (read.nnodes, read.nproc_per_node, int(read.node_rank)) == ("2", "8", 1)
     assert (read.master_addr, int(read.master_port)) == ("surefoot-master-0", 23456)
