@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -37,8 +39,8 @@ def job_in(lab: Path, name: str, **changes) -> Job:
     return job
 
 
-def train_on(hosts: tuple[Host, Host], job: Job, *, seconds: float = SECONDS, **changes) -> list[tuple[int, str]]:
-    """Start the same command on both; what each of them ended with and said. `name_1` is for the second only."""
+def start_on(hosts: tuple[Host, Host], job: Job, **changes: str) -> list[subprocess.Popen]:
+    """Start the same command on both. `NAME_1` is a variable of the second only."""
     started = []
     for number, host in enumerate(hosts):
         variables = {"FORCE_TORCHRUN": "1", "NPROC_PER_NODE": "2", "NNODES": "2", "NODE_RANK": str(number),
@@ -46,9 +48,14 @@ def train_on(hosts: tuple[Host, Host], job: Job, *, seconds: float = SECONDS, **
         variables |= {k: v for k, v in changes.items() if not k.endswith("_1")}
         variables |= {k.removesuffix("_1"): v for k, v in changes.items() if k.endswith("_1") and number == 1}
         env = environment(SUREFOOT_CACHE=str(job.folder / f"cache{number}"), **variables)
-        env.pop("GLOO_SOCKET_IFNAME", None)  # the product has to find it
-        env |= {k: v for k, v in variables.items() if k == "GLOO_SOCKET_IFNAME"}
+        if "GLOO_SOCKET_IFNAME" not in variables:
+            env.pop("GLOO_SOCKET_IFNAME", None)  # the product has to find it
         started.append(host.start([sys.executable, "-m", "surefoot", "train", str(job.yaml)], env))
+    return started
+
+
+def ends_of(started: list[subprocess.Popen], seconds: float = SECONDS) -> list[tuple[int, str]]:
+    """Wait for both; what each of them ended with and said."""
     told = []
     deadline = time.monotonic() + seconds
     for process in started:
@@ -56,11 +63,21 @@ def train_on(hosts: tuple[Host, Host], job: Job, *, seconds: float = SECONDS, **
             said = process.communicate(timeout=max(1.0, deadline - time.monotonic()))[0]
         except subprocess.TimeoutExpired:
             for other in started:
-                subprocess.run(["pkill", "-9", "-P", str(other.pid)], check=False)
-                other.kill()
+                for pid in (*workers_of(other), other.pid):
+                    os.kill(pid, signal.SIGKILL)
             raise
         told.append((process.returncode, said))
     return told
+
+
+def workers_of(launcher: subprocess.Popen) -> list[int]:
+    """The processes that a launcher has started."""
+    listed = subprocess.run(["ps", "-o", "pid=", "--ppid", str(launcher.pid)], capture_output=True, check=False)
+    return [int(pid) for pid in listed.stdout.split()]
+
+
+def weights_of(job: Job) -> dict:
+    return load_file(job.out / "adapter_model.safetensors")
 
 
 @pytest.fixture(scope="module")
@@ -70,29 +87,52 @@ def lab(tmp_path_factory):
     return folder
 
 
-@pytest.mark.slow
-@needs_hosts
-def test_two_hosts_train_as_one_process_does_and_resume(lab):
-    alone = job_in(lab, "alone").set(per_device_train_batch_size=4)
-    assert run("train", alone.yaml, env=environment()).returncode == 0
+@pytest.fixture(scope="module")
+def two(lab):
+    """A run on two hosts from beginning to end."""
     job = job_in(lab, "two")
     with two_hosts(delay=0.02, loss=0.01) as (first, second, link):
-        told = train_on((first, second), job)
+        told = ends_of(start_on((first, second), job))
         assert [code for code, _ in told] == [0, 0], told
         assert link.lost > 10, "packets were lost"
-        assert "host0" in told[0][1]
-        losses, expected = ([entry["loss"] for entry in log_entries(j.out)[:-1]] for j in (job, alone))
-        assert len(losses) == 18
-        assert losses == pytest.approx(expected, abs=1e-5)
-        whole = load_file(job.out / "adapter_model.safetensors")
-        # Back to step 5, as after a crash: the rest comes out as before.
-        for left in ("checkpoint-10", "checkpoint-15", "checkpoint-18"):
-            shutil.rmtree(job.out / left)
-        (job.out / "adapter_model.safetensors").unlink()
-        told = train_on((first, second), job)
-        assert [code for code, _ in told] == [0, 0], told
-        assert "18 steps, 5 of them done before" in told[0][1]
-    again = load_file(job.out / "adapter_model.safetensors")
+    assert "host0" in told[0][1] and "All-reduce over 4 processes: sums right" in told[0][1]
+    return job
+
+
+@pytest.mark.slow
+@needs_hosts
+def test_two_hosts_train_as_one_process_does_and_resume(lab, two):
+    alone = job_in(lab, "alone").set(per_device_train_batch_size=4)
+    assert run("train", alone.yaml, env=environment()).returncode == 0
+    losses, expected = ([entry["loss"] for entry in log_entries(job.out)[:-1]] for job in (two, alone))
+    assert len(losses) == 18
+    assert losses == pytest.approx(expected, abs=1e-5)
+    # Back to step 5, as after a crash: the rest comes out as before.
+    job = job_in(lab, "resumed")
+    shutil.copytree(two.out / "checkpoint-5", job.out / "checkpoint-5")
+    with two_hosts() as (first, second, _):
+        told = ends_of(start_on((first, second), job))
+    assert [code for code, _ in told] == [0, 0], told
+    assert "18 steps, 5 of them done before" in told[0][1]
+    whole, again = weights_of(two), weights_of(job)
+    assert all(again[name].equal(whole[name]) for name in whole)
+
+
+@pytest.mark.slow
+@needs_hosts
+def test_a_rank_killed_on_the_second_host_comes_back_from_the_last_checkpoint(lab, two):
+    job = job_in(lab, "killed")
+    with two_hosts() as (first, second, _):
+        started = start_on((first, second), job, MAX_RESTARTS="2")
+        deadline = time.monotonic() + SECONDS
+        while not (job.out / "checkpoint-5").exists():
+            assert time.monotonic() < deadline and all(process.poll() is None for process in started)
+            time.sleep(0.05)
+        os.kill(workers_of(started[1])[0], signal.SIGKILL)
+        told = ends_of(started)
+    assert [code for code, _ in told] == [0, 0], told
+    assert "of them done before" in told[0][1]
+    whole, again = weights_of(two), weights_of(job)
     assert all(again[name].equal(whole[name]) for name in whole)
 
 
@@ -107,7 +147,7 @@ def test_mistakes_of_two_hosts_end_with_their_cause(lab):
             ({"MASTER_ADDR_1": "10.77.0.9"}, "of 2 nodes 1 did not come", "cannot reach MASTER_ADDR:MASTER_PORT 10.77"),
             ({"MASTER_ADDR_1": "192.0.2.1"}, "of 2 nodes 1 did not come", "Network is unreachable"),
         ):
-            told = train_on(hosts[:2], job, seconds=60, **changes)
+            told = ends_of(start_on(hosts[:2], job, **changes), 60)
             assert all(code in (1, 2) for code, _ in told)
             assert first in told[0][1]
             assert second in told[1][1]
