@@ -41,6 +41,7 @@ def take_part(rank: int, world: int, port: int, fault: str, out: str) -> None:
 
     dist.all_reduce = counted
     said: list[str] = []
+    link_test.LATE = 2.0
     began = time.monotonic()
     try:
         speed = link_test.test_links(ranks, "cpu", said.append)
@@ -48,7 +49,7 @@ def take_part(rank: int, world: int, port: int, fault: str, out: str) -> None:
         ranks.leave()
     except WorkError as error:
         ranks.announce(error)
-        told = {"error": error.problems[0].message}
+        told = {"error": error.problems[0].message, "said": said}
     Path(out, f"{rank}.json").write_text(json.dumps(told))
 
 
@@ -86,6 +87,7 @@ def test_a_rank_that_stands_still_is_named_in_time(tmp_path):
     began = time.monotonic()
     told = together(tmp_path, 2, "stands still")
     assert "rank 1 (" in told[0]["error"] and "does not answer" in told[0]["error"]
+    assert len(told[0]["said"]) == 1 and "has not come back for 2 s" in told[0]["said"][0]
     assert time.monotonic() - began < 60
 
 

@@ -6,6 +6,7 @@ checks every element. How long it may go on is agreed on by the slowest rank's c
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,6 +25,11 @@ SECONDS = {"cpu": 0.5, "cuda": 2.0}
 ROUNDS = 20  # at most, of the largest size
 LATENCY_ROUNDS = 3  # of the smallest size
 RESIDUES = 127  # with up to 2,048 ranks every sum is a whole number below 2**24, which float32 holds exactly
+LATE = 30.0  # seconds after which a person is told that something hangs; `ddp_timeout` ends it
+STUCK = (
+    "If it hangs: `surefoot doctor` (IOMMU, PCIe ACS, shared memory), NCCL_DEBUG=INFO, or NCCL_P2P_DISABLE=1 to see "
+    "whether it is the way between the cards."
+)
 LOW_SHARE = 0.5  # of what the links should give: below it a person is told
 
 
@@ -83,6 +89,20 @@ def test_links(ranks: Ranks, device: str, say: Callable[[str], None]) -> LinkSpe
     """
     if ranks.alone:
         return None
+    late = threading.Timer(LATE, say, [f"The all-reduce test has not come back for {LATE:.0f} s. {STUCK}"])
+    late.daemon = True
+    late.start()
+    try:
+        speed = _measure(ranks, device)
+    finally:
+        late.cancel()
+    say(speed.describe())
+    if warning := _too_slow(ranks, speed, device):
+        say(warning)
+    return speed
+
+
+def _measure(ranks: Ranks, device: str) -> LinkSpeed:
     import torch
 
     kind = "cpu" if device == "cpu" else "cuda"
@@ -99,11 +119,10 @@ def test_links(ranks: Ranks, device: str, say: Callable[[str], None]) -> LinkSpe
     tensor = torch.zeros(size, device=device)
     for _ in range(min(ROUNDS, max(1, int(left / seconds)))):
         seconds = min(seconds, _timed(ranks, tensor))
-    speed = LinkSpeed(ranks.place.world, latency, 4 * size, seconds, time.monotonic() - began)
-    say(speed.describe())
-    if warning := _too_slow(ranks, speed, device):
-        say(warning)
-    return speed
+    del tensor
+    if kind == "cuda":
+        torch.cuda.empty_cache()  # the model's plan counts on this memory
+    return LinkSpeed(ranks.place.world, latency, 4 * size, seconds, time.monotonic() - began)
 
 
 def pattern(rank: int, size: int, device: str) -> torch.Tensor:
