@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -186,6 +187,15 @@ def test_a_number_given_twice_and_a_machine_that_does_not_come_are_named():
     assert "of 3 nodes 1, 2 did not come" in ends[0]
     ends = roll([Node(1, 2, "127.0.0.1", free_port())], patience=1.0)
     assert "cannot reach" in ends[0] and "refused" in ends[0]
+
+
+def test_a_port_that_is_taken_is_named():
+    with socket.socket() as other:
+        other.bind(("", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        ends = roll([Node(0, 2, "127.0.0.1", port)], patience=1.0)
+    assert ends[0].startswith(f"MASTER_PORT {port} of node 0 (") and ends[0].endswith("is taken")
 
 
 def test_a_person_is_told_what_is_waited_for(monkeypatch):

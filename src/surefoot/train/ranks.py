@@ -306,7 +306,7 @@ class Ranks:
             value = work(True)
             self.store.set(key, "done")
             return value
-        while not self._wait_for(lambda: self.store.check([key])):
+        while not self._wait_for(lambda: within(self.timeout, lambda: self.store.check([key]))):
             if self.store.check([FAILED]):
                 self._cut_off(RuntimeError("a rank failed"))
             time.sleep(0.1)
@@ -359,10 +359,10 @@ class Ranks:
     def _wait_for(self, collective: Callable[[], T]) -> T:
         try:
             return collective()
-        except RuntimeError as error:  # what torch's backends raise when a rank is gone or too late
+        except (RuntimeError, TimeoutError) as error:  # what torch's backends raise when a rank is gone or too late
             self._cut_off(error)
 
-    def _cut_off(self, error: RuntimeError) -> NoReturn:
+    def _cut_off(self, error: Exception) -> NoReturn:
         """Say which rank is missing, and why if it has left word."""
         try:
             why = within(2 * PATIENCE, lambda: why_missing(self.store, self.names, self.place.rank))
