@@ -123,5 +123,13 @@ def test_slow_links_are_told_only_where_the_table_knows_better(monkeypatch):
     assert load_table().link_of("MI300X").bus_gbs(16) is None
 
 
+def test_cards_without_peer_access_are_named(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda a, b: {a, b} == {0, 1})
+    assert "cards 0 and 2, 1 and 2 cannot reach" in link_test._without_peers("cuda:0")
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda a, b: True)
+    assert link_test._without_peers("cuda:0") == "" == link_test._without_peers("cpu")
+
+
 def test_a_process_alone_tests_nothing():
     assert link_test.test_links(Ranks(), "cpu", lambda line: pytest.fail("nothing to tell")) is None

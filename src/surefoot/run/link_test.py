@@ -97,8 +97,9 @@ def test_links(ranks: Ranks, device: str, say: Callable[[str], None]) -> LinkSpe
     finally:
         late.cancel()
     say(speed.describe())
-    if warning := _too_slow(ranks, speed, device):
-        say(warning)
+    for warning in (_too_slow(ranks, speed, device), _without_peers(device)):
+        if warning:
+            say(warning)
     return speed
 
 
@@ -196,6 +197,23 @@ def _too_slow(ranks: Ranks, speed: LinkSpeed, device: str) -> str:
     return (
         f"warning: {_number(speed.bus_gbs)} GB/s is far below the {expected:.0f} GB/s that {speed.ranks} of these "
         "cards should reach; run `surefoot doctor` (IOMMU, PCIe ACS, NCCL_P2P_DISABLE)"
+    )
+
+
+def _without_peers(device: str) -> str:
+    """Name cards of this machine that cannot reach each other's memory, of those that this process sees."""
+    if device == "cpu":
+        return ""
+    import torch
+
+    cards = range(torch.cuda.device_count())
+    apart = [f"{a} and {b}" for a in cards for b in cards if a < b and not torch.cuda.can_device_access_peer(a, b)]
+    if not apart:
+        return ""
+    more = f" and {len(apart) - 3} more pairs" if apart[3:] else ""
+    return (
+        f"warning: cards {', '.join(apart[:3])}{more} cannot reach each other's memory (no P2P), so that what they "
+        "exchange goes through the host; `surefoot doctor` looks at IOMMU and PCIe ACS"
     )
 
 
