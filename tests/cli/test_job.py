@@ -85,6 +85,19 @@ def test_check_plans_for_a_card_that_is_not_here(job):
     assert unknown.exit_code == 2 and "Instinct MI300X" in unknown.stderr
 
 
+def test_check_plans_for_several_cards(job):
+    shown = cli("check", job / "job.yaml", "--gpu", "mi300x", "--cards", "8", "--speed", "1000", "--price", "2")
+    assert shown.exit_code == 0, shown.output
+    assert "On 8 cards" in shown.stdout and "336 GB/s among them (arithmetic, not measured)" in shown.stdout
+    assert "replicas, the model on each" in shown.stdout and "sharded" in shown.stdout
+    assert "tokens/s" in shown.stdout and "price" in shown.stdout
+    cards = json.loads(cli("check", job / "job.yaml", "--json", "--gpu", "gfx90a", "--cards", "2").stdout)["plan"][
+        "cards"
+    ]
+    assert cards["replicas"]["fits"] and cards["sharded"]["fits"] and cards["number"] == 2
+    assert cards["bus_gbs"] is None and cards["replicas"]["tokens_per_second"] is None and cards["measured"] is False
+
+
 def test_check_finds_errors_in_several_places_at_once(job):
     run = cli("check", job / "job.yaml", "--json", "template=nonesuch", f"output_dir={job / 'job.yaml'}")
     answer = json.loads(run.stdout)

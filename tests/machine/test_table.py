@@ -21,6 +21,7 @@ def test_every_row_says_where_it_comes_from():
         *table.dkms_breaks,
         *table.channels.values(),
         *table.repos,
+        *table.links,
     ):
         assert row.source, row
 

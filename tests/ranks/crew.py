@@ -98,17 +98,23 @@ class Ears:
 
 
 def plant(fault: Fault, model: Any) -> None:
-    """Put a fault into this process; all happen once, but that of a row wherever the row is computed."""
+    """Put a fault into this process; all happen once, but that of a row wherever the row is computed.
+
+    A "flaky" one happens at three steps.
+    """
     state = {"now": False}
     compute, apply, read = StepRunner.compute, loop.apply_step, loop.Run.samples_of
 
+    left = {fault.step + more for more in ((0, 4, 8) if fault.kind == "flaky" else (0,))}
+
     def armed(runner: StepRunner, step: int, samples: Any, error: Any = None) -> Any:
-        state["now"] = state["now"] or (step == fault.step and not state.get("done"))
+        if step in left:
+            left.remove(step)
+            state["now"] = True
         return compute(runner, step, samples, error)
 
     def spent() -> bool:
         now, state["now"] = state["now"], False
-        state["done"] = state.get("done") or now
         return now
 
     def strike(module: Any, inputs: Any, output: torch.Tensor) -> torch.Tensor | None:
@@ -140,7 +146,7 @@ def plant(fault: Fault, model: Any) -> None:
 
     save = checkpoint.save_model
     StepRunner.compute = armed
-    if fault.kind == "gradient":
+    if fault.kind in ("gradient", "flaky"):
         # In its own product, so that only this step's backward feels it.
         first = next(p for p in model.parameters() if p.requires_grad)
         first.register_hook(lambda grad: grad * float("inf") if spent() else None)
@@ -165,7 +171,9 @@ def plant(fault: Fault, model: Any) -> None:
             lambda *_: os.kill(os.getpid(), signal.SIGKILL) if spent() else None
         )
     elif fault.kind == "stopped":
-        model.get_input_embeddings().register_forward_hook(lambda *_: time.sleep(1000) if spent() else None)
+        model.get_input_embeddings().register_forward_hook(
+            lambda *_: os.kill(os.getpid(), signal.SIGSTOP) if spent() else None
+        )
 
 
 def looking(assembled: loop.Run, ahead: bool) -> loop.Run:

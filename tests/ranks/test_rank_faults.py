@@ -62,6 +62,20 @@ def test_what_one_rank_suffers_is_mended_on_all(settings, tmp_path, undisturbed,
         assert any(f"rank {fault.rank} (" in message for message in told[0].messages)
 
 
+def test_a_rank_whose_faults_come_again_is_accused(settings, tmp_path, undisturbed):
+    told = train(tmp_path / "crew", 2, settings, Fault("flaky", 1, 3))
+    for member in told:
+        assert member.error == ""
+        assert member.losses == pytest.approx(undisturbed.losses, abs=1e-5)
+        accused = [event["action"] for event in member.events if event["event"] == "accused"]
+        assert len(accused) == 1 and accused[0].startswith("rank 1 (")
+        assert "3 faults that did not repeat, at steps 3, 7, 11" in accused[0]
+        assert "together had 0" in accused[0] and "surefoot doctor" in accused[0]
+    assert any(
+        message.startswith("Guard: rank 1 (") and "Take this card out" in message for message in told[0].messages
+    )
+
+
 @pytest.mark.parametrize("kind", FATAL)
 @pytest.mark.parametrize("rank", [0, 1])
 def test_an_exception_on_one_rank_ends_all_with_its_cause(settings, tmp_path, kind, rank):
@@ -85,7 +99,9 @@ def test_a_full_disk_on_the_writing_rank_ends_all(settings, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fault", [Fault("stopped", 1, 3), Fault("killed", 1, 3), Fault("killed", 0, 3)], ids=str)
+@pytest.mark.parametrize(
+    "fault", [Fault("stopped", 1, 3), Fault("stopped", 0, 3), Fault("killed", 1, 3), Fault("killed", 0, 3)], ids=str
+)
 def test_a_rank_that_is_gone_or_stands_still_is_named(settings, tmp_path, fault):
     told = train(tmp_path / "crew", 2, settings | {"ddp_timeout": 6}, fault)
     left = told[1 - fault.rank]

@@ -19,14 +19,19 @@ def check(
     gpu: str | None = typer.Option(
         None, "--gpu", metavar="CARD", help="Plan the memory for a card that is not here, as mi300x or gfx942."
     ),
+    cards: int = typer.Option(1, "--cards", min=1, help="Also plan for this many cards of one machine."),
+    speed: float | None = typer.Option(
+        None, "--speed", metavar="TOKENS", min=0.001, help="Tokens/s that one card was measured to train."
+    ),
+    price: float | None = typer.Option(None, "--price", min=0, help="Price of a card for an hour."),
     debug: bool = typer.Option(False, "--debug", help="Show tracebacks."),
 ) -> None:
     """Check a job: settings, data, memory.
 
-    surefoot check job.yaml [--gpu CARD] [key=value ...] [--key value ...]
+    surefoot check job.yaml [--gpu CARD] [--cards N] [key=value ...] [--key value ...]
     """
     with exit_codes(debug=debug):
-        answer = _answer(ctx.args, gpu, quiet=as_json)
+        answer = _answer(ctx.args, {"gpu": gpu, "cards": cards, "speed": speed, "price": price}, quiet=as_json)
         if as_json:
             print(json.dumps(answer, ensure_ascii=False, allow_nan=False))
         else:
@@ -35,7 +40,7 @@ def check(
             raise typer.Exit(2)
 
 
-def _answer(tokens: list[str], gpu: str | None, *, quiet: bool) -> dict[str, Any]:
+def _answer(tokens: list[str], wanted: dict[str, Any], *, quiet: bool) -> dict[str, Any]:
     from surefoot.config import load_config
 
     try:
@@ -46,9 +51,9 @@ def _answer(tokens: list[str], gpu: str | None, *, quiet: bool) -> dict[str, Any
         return failed_answer(error.problems)
 
     from surefoot.cli.console import make_console
-    from surefoot.run.check import check_job
+    from surefoot.run.check import Wanted, check_job
 
-    return check_job(cfg, None if quiet else make_console(stderr=False), gpu)
+    return check_job(cfg, None if quiet else make_console(stderr=False), Wanted(**wanted))
 
 
 def failed_answer(problems: list[Problem]) -> dict[str, Any]:
@@ -86,6 +91,35 @@ def plan_lines(plan: dict[str, Any]) -> list[str]:
     ]
 
 
+def cards_lines(cards: dict[str, Any]) -> list[str]:
+    """Write a forecast for several cards as a short table.
+
+    Args:
+        cards: as `check_job` gives it under `plan`.
+
+    Returns:
+        The lines.
+    """
+    link = f"{cards['bus_gbs']:.0f} GB/s among them" if cards["bus_gbs"] else "speed of their links unknown"
+    lines = [f"On {cards['number']} cards, {cards['rows_per_step']} rows a step, {link} (arithmetic, not measured):"]
+    for way, words in (("replicas", "replicas, the model on each"), ("sharded", "sharded, `fsdp: full_shard`")):
+        one = cards[way]
+        if not one["fits"]:
+            lines.append(f"  {words:<38} does not fit: {one['missing']}")
+            continue
+        wait = one["link_seconds_per_step"]
+        lines.append(
+            f"  {words:<38} {one['memory_gib']:>8.2f} GiB a card, {one['spare_gib']:.2f} spare; each sends "
+            f"{one['sent_gib_per_step']:.3f} GiB a step" + (f", {wait * 1e3:.1f} ms" if wait is not None else "")
+        )
+        if one["tokens_per_second"]:
+            price = f", price {one['price']:,.2f}" if one["price"] is not None else ""
+            lines.append(f"  {'':<38} about {one['tokens_per_second']:,.0f} tokens/s, {one['hours']:.2f} hours{price}")
+    if not cards["replicas"]["tokens_per_second"] and not cards["sharded"]["tokens_per_second"]:
+        lines.append("  tokens/s and price: need --speed (as `surefoot bench` measures it on one card) and known links")
+    return lines
+
+
 def _show(answer: dict[str, Any]) -> None:
     """The report is on stdout already; what is wrong goes to stderr, as from every other command."""
     for kind in ("error", "warning"):
@@ -93,5 +127,7 @@ def _show(answer: dict[str, Any]) -> None:
             problem = Problem(found["message"], found["hint"], found["key"])
             print(f"{kind}: {problem}", file=sys.stderr)
     if answer["plan"]:
-        print("\n".join(plan_lines(answer["plan"])))
+        cards = answer["plan"].get("cards")
+        lines = plan_lines(answer["plan"]) if "where" in answer["plan"] else []
+        print("\n".join([*lines, *(cards_lines(cards) if cards else [])]))
     print("ok" if answer["ok"] else "not ok")

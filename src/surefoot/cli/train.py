@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 
 import typer
 
@@ -23,9 +24,11 @@ def train(ctx: typer.Context, debug: bool = typer.Option(False, "--debug", help=
 
         cfg = load_config(path, overrides, purpose="train")
 
-        from surefoot.cli.launch import become, launch_command
+        from surefoot.cli.launch import CHECKED, become, check_machine, launch_command, meet_others
 
         if command := launch_command(cfg, [*ctx.args, *(["--debug"] if debug else [])], os.environ):
+            check_machine(cfg, _say)
+            meet_others(cfg, os.environ, _say)
             become(command)
 
         from surefoot.cli.console import make_console
@@ -35,6 +38,8 @@ def train(ctx: typer.Context, debug: bool = typer.Option(False, "--debug", help=
 
         folder, place = RunFolder.of(cfg), Place.of(os.environ)
         crash.path = folder.crash_report
+        if place.world > 1 and place.local_rank == 0 and CHECKED not in os.environ:  # by a launcher of the person's own
+            check_machine(cfg, _say)
         try:
             done = run_job(cfg, make_console(stderr=True, quiet=place.rank > 0))
         except WorkError as error:
@@ -45,3 +50,7 @@ def train(ctx: typer.Context, debug: bool = typer.Option(False, "--debug", help=
             raise
         if place.rank == 0:
             print("\n".join(done.summary()))
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)

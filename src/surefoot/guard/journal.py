@@ -12,7 +12,7 @@ from surefoot.errors import UserError
 from surefoot.files import explain_disk_errors, write_text
 from surefoot.guard.diagnosis import Diagnosis
 
-Event = Literal["alarm", "preflight", "diagnosis", "action", "resumed", "stopped"]
+Event = Literal["alarm", "preflight", "diagnosis", "action", "resumed", "stopped", "accused"]
 FIELDS = (
     "step", "event", "class", "place", "module", "op", "phase", "samples", "evidence", "action", "verified",
     "steps_lost", "details",

@@ -33,6 +33,7 @@ def summarize(events: Sequence[Mapping[str, Any]]) -> list[str]:
         lines.append(_alarms(alarms, events))
     lines += [_action(event) for event in _without_repeats(actions)]
     lines += [f"Guard: stopped at step {event['step']}: {event.get('action') or _named(event)}." for event in stops]
+    lines += [f"Accused: {event['action']}." for event in events if event["event"] == "accused"]
     if alarms or actions:
         lines.append(_cost(events))
     return lines

@@ -27,6 +27,11 @@ class Card:
     gfx: str
     memory_gib: int
 
+    def bus_gbs(self, cards: int) -> float | None:
+        """Bus bandwidth of collectives among cards of one machine, GB/s; None where the table has none."""
+        link = load_table().link_of(self.name)
+        return link.bus_gbs(cards) if link else None
+
     @property
     def free_bytes(self) -> float:
         """Memory that a run alone on it may use."""

@@ -185,6 +185,27 @@ class Placeholder:
 
 
 @dataclass(frozen=True)
+class Link:
+    """How the cards of one machine are joined: each with every other, directly.
+
+    Attributes:
+        products: names as sold.
+        peers: most cards that one is joined with.
+        gbs: what collectives get of one link, GB/s each way.
+        source: where the row comes from.
+    """
+
+    products: tuple[str, ...]
+    peers: int
+    gbs: float
+    source: str
+
+    def bus_gbs(self, cards: int) -> float | None:
+        """Bus bandwidth of an all-reduce among cards of one machine, GB/s; None where the links do not join them."""
+        return (cards - 1) * self.gbs if 2 <= cards <= self.peers + 1 else None
+
+
+@dataclass(frozen=True)
 class Table:
     """Everything in `gpus.toml`.
 
@@ -204,6 +225,7 @@ class Table:
         channels: channel → all that is known of that index.
         repos: package repositories of AMD.
         os_rows: GPU class (instinct, radeon, ryzen) → `distribution release kernel` lines of ROCm 10.0.
+        links: between the cards of one machine, where their speed is known.
     """
 
     date: str
@@ -221,6 +243,7 @@ class Table:
     channels: dict[str, Index] = field(default_factory=dict)
     repos: tuple[Repo, ...] = ()
     os_rows: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    links: tuple[Link, ...] = ()
 
     def gpu(self, gfx: str) -> Gpu | None:
         """Look up a target by name, features and old spellings allowed."""
@@ -232,6 +255,11 @@ class Table:
             if _in_ranges(device, row.pci):
                 return row
         return None
+
+    def link_of(self, name: str) -> Link | None:
+        """How cards of a name are joined, None where it is not known; torch's and AMD's spellings are both read."""
+        wanted = _plain(name)
+        return next((row for row in self.links if wanted in {_plain(product) for product in row.products}), None)
 
     def unsupported_asic(self, device: str) -> str:
         """Name the target of a PCI device that ROCm refuses (gfx8 and older), or an empty string."""
@@ -385,4 +413,5 @@ def load_table() -> Table:
         channels={row["channel"]: _index(row) for row in raw["index"]},
         repos=tuple(_repo(row) for row in raw["repo"]),
         os_rows={row["family"]: tuple(row["rows"]) for row in raw["os"]},
+        links=tuple(Link(tuple(r["products"]), r["peers"], float(r["gbs"]), r["source"]) for r in raw["link"]),
     )

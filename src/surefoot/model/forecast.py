@@ -62,6 +62,23 @@ def forecast(
     Raises:
         UserError: there is no configuration, it lacks a size, or the run does not fit.
     """
+    return plan_for(cfg, model_of(cfg, cpu=cpu, numbers=numbers), lengths, free_bytes=free_bytes, cpu=cpu)
+
+
+def model_of(cfg: Config, *, cpu: bool, numbers: tuple[int, int] | None = None) -> MemoryModel:
+    """Put together what a YAML's run takes, from the model's config.json.
+
+    Args:
+        cfg: the YAML.
+        cpu: whether it would run on a CPU.
+        numbers: trained ones and all, where they are known; else both are counted from the sizes.
+
+    Returns:
+        The bytes.
+
+    Raises:
+        UserError: there is no configuration, or it lacks a size.
+    """
     config = read_config(cfg)
     try:
         shapes = read_shapes(config)
@@ -70,8 +87,7 @@ def forecast(
         raise UserError(message, hint="is it a decoder-only model?", key="model_name_or_path") from error
     weight, compute = formats(cfg, stored_format(cfg, config))
     trained, total = numbers or (count_trained(cfg, shapes), 0)
-    model = describe_run(cfg, shapes, weight=weight, compute=compute, trained=trained, total=total, cpu=cpu)
-    return plan_for(cfg, model, lengths, free_bytes=free_bytes, cpu=cpu)
+    return describe_run(cfg, shapes, weight=weight, compute=compute, trained=trained, total=total, cpu=cpu)
 
 
 def plan_for(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from surefoot.errors import Problem, UserError
@@ -19,28 +20,50 @@ if TYPE_CHECKING:
     from surefoot.config import Config
 
 
-def check_job(cfg: Config, console: Console | None, gpu: str | None = None) -> dict[str, Any]:
+@dataclass(frozen=True)
+class Wanted:
+    """What a forecast shall be for, beside the YAML.
+
+    Attributes:
+        gpu: a card that is not here; None for this machine.
+        cards: how many of it.
+        speed: tokens/s that one card was measured to train; None for not measured.
+        price: of a card for an hour; None for not asked.
+    """
+
+    gpu: str | None = None
+    cards: int = 1
+    speed: float | None = None
+    price: float | None = None
+
+
+def check_job(cfg: Config, console: Console | None, wanted: Wanted) -> dict[str, Any]:
     """Check a job's machine, folder, trackers, optimizer, tokenizer, template and data, and forecast its memory.
 
     Args:
         cfg: the settings, already valid by themselves.
         console: where the data report and progress go; None shows nothing.
-        gpu: a card that is not here, to plan the memory for; None for this machine.
+        wanted: what the memory is planned for.
 
     Returns:
-        {"ok", "errors", "warnings", "data", "plan"}; every error that was found, not only the first.
+        {"ok", "errors", "warnings", "data", "plan"}, with several cards `plan` has "cards"; every error that was found,
+        not only the first.
     """
     errors: list[Problem] = []
     _try(errors, lambda: wanted_trackers(cfg))
     _try(errors, lambda: RunFolder.of(cfg).check(cfg))
-    memory = _try(errors, lambda: _memory(cfg, gpu))
+    memory = _try(errors, lambda: _memory(cfg, wanted.gpu))
     _try(errors, lambda: _start(cfg))
     _try(errors, lambda: _arguments(cfg))
     data = _try(errors, lambda: _data(cfg, console)) or {}
     plan: dict[str, Any] = {}
-    numbers = _try(errors, lambda: _trainables(cfg, weights=gpu is None)) if data else None
+    numbers = _try(errors, lambda: _trainables(cfg, weights=wanted.gpu is None)) if data else None
     if numbers and memory:
-        plan = _try(errors, lambda: _plan(cfg, data, memory, numbers)) or {}
+        if wanted.cards > 1:
+            plan = _try(errors, lambda: {"cards": _cards(cfg, data, memory, numbers, wanted)}) or {}
+            _try(errors, lambda: _refuse_misfit(cfg, plan))
+        else:
+            plan = _try(errors, lambda: _plan(cfg, data, memory, numbers)) or {}
     warnings = [*cfg.warnings, *(Problem(text) for text in data.get("warnings", []))]
     return {
         "ok": not errors,
@@ -148,10 +171,8 @@ def _plan(
 ) -> dict[str, Any]:
     from surefoot.model.forecast import forecast
 
-    # How long a stream's rows are shows only while it is read: the plan is for the longest that the YAML allows.
-    lengths = data["lengths"] or {"max": cfg.cutoff_len, "mean": cfg.cutoff_len}
     where, free_bytes, cpu = memory
-    lengths = {"longest": lengths["max"], "mean": lengths["mean"]}
+    lengths = _lengths(cfg, data)
     plan = forecast(cfg, lengths, free_bytes=free_bytes, cpu=cpu, numbers=numbers)
     per_step = cfg.per_device_train_batch_size * cfg.gradient_accumulation_steps
     return {
@@ -161,3 +182,44 @@ def _plan(
         "trainable_parameters": numbers[0],
         "parameters": numbers[1],
     }
+
+
+def _lengths(cfg: Config, data: dict[str, Any]) -> dict[str, float]:
+    # How long a stream's rows are shows only while it is read: the plan is for the longest that the YAML allows.
+    lengths = data["lengths"] or {"max": cfg.cutoff_len, "mean": cfg.cutoff_len}
+    return {"longest": lengths["max"], "mean": lengths["mean"]}
+
+
+def _cards(
+    cfg: Config, data: dict[str, Any], memory: tuple[str, float, bool], numbers: tuple[int, int], wanted: Wanted
+) -> dict[str, Any]:
+    from surefoot.machine.cards import find_card
+    from surefoot.model.forecast import model_of
+    from surefoot.model.scale import Known, spread_run, to_json
+
+    _, free_bytes, cpu = memory
+    lengths = _lengths(cfg, data)
+    model = model_of(cfg, cpu=cpu, numbers=numbers)
+    per_card = cfg.per_device_train_batch_size * cfg.gradient_accumulation_steps
+    run_tokens = data["tokens"] * cfg.num_train_epochs
+    if cfg.max_steps > 0:
+        run_tokens = cfg.max_steps * wanted.cards * per_card * lengths["mean"]
+    known = Known(
+        wanted.cards, find_card(wanted.gpu).bus_gbs(wanted.cards) if wanted.gpu else None, wanted.speed, wanted.price,
+        step_tokens=per_card * lengths["mean"], run_tokens=run_tokens,
+    )  # fmt: skip
+    found = spread_run(cfg, model, lengths, wanted.cards, free_bytes=free_bytes, cpu=cpu)
+    return {"rows_per_step": per_card * wanted.cards, **to_json(found, known)}
+
+
+def _refuse_misfit(cfg: Config, plan: dict[str, Any]) -> None:
+    """Refuse several cards that do not hold the run in the way that the YAML asks for."""
+    cards = plan.get("cards")
+    asked, other = ("sharded", "replicas") if cfg.fsdp else ("replicas", "sharded")
+    if not cards or cards[asked]["fits"]:
+        return
+    hint = "take more cards, or larger ones"
+    if cards[other]["fits"]:
+        way = "leave `fsdp` out" if cfg.fsdp else "divide the weights among the cards with `fsdp: full_shard auto_wrap`"
+        hint = f"{way}: {cards[other]['memory_gib']:.1f} GiB a card"
+    raise UserError(f"on each of {cards['number']} cards: {cards[asked]['missing']}", hint=hint, key="fsdp")

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from surefoot.run.folder import RunFolder
+from surefoot.run.link_test import test_links
 from surefoot.run.preprocessing import PreprocessingProgress
 from surefoot.run.progress import Progress
 from surefoot.run.prompts import load_prompts
@@ -73,6 +74,7 @@ def run_job(cfg: Config, console: Console) -> JobResult:
         WorkError: the training failed.
     """
     from surefoot.machine.device import choose_device
+    from surefoot.machine.network import tie_to_network
     from surefoot.train.ranks import Place, Ranks, device_of
 
     def say(message: str) -> None:
@@ -90,9 +92,11 @@ def run_job(cfg: Config, console: Console) -> JobResult:
     if trackers_wanted:
         say(f"Trackers: {', '.join(trackers_wanted)}.")
     choice = choose_device(device_of(cfg, place))
+    tie_to_network(os.environ)
     ranks = Ranks.join(cfg, choice.device, os.environ)
     say(choice.message if ranks.alone else f"{choice.message} {place.world} processes, this is {ranks.names[0]}.")
     try:
+        test_links(ranks, choice.device, say)
         done = _run(cfg, ranks, choice.device, console, say, applied)
     except BaseException as error:
         ranks.announce(error)

@@ -107,7 +107,7 @@ def apply_treatment(
         case "stop":
             keeper.stop(run, diagnosis, treatment.action)
         case "retry":
-            keeper.stop_if(run, diagnosis, keeper.memory.add_transient(scene.step, device_at_fault(run, diagnosis)))
+            count_transient(keeper, run, diagnosis)
         case "scale":
             assert treatment.loss_scale is not None
             run.runner.scale.lower_to(treatment.loss_scale)
@@ -143,6 +143,25 @@ def device_at_fault(run: Run, diagnosis: Diagnosis) -> str:
     return run.runner.device if run.ranks.alone else run.ranks.names[diagnosis.details.get("rank", 0)]
 
 
+def count_transient(keeper: Keeper, run: Run, diagnosis: Diagnosis) -> None:
+    """Count a fault that did not repeat against its device, which is accused after a few of them.
+
+    Args:
+        keeper: the run's guard.
+        run: the run.
+        diagnosis: of the fault; `details["rank"]` says whose it is.
+
+    Raises:
+        NonFiniteStepError: the device had too many of them within a short time.
+    """
+    device = device_at_fault(run, diagnosis)
+    too_many = keeper.memory.add_transient(diagnosis.step, device)
+    if accusation := keeper.memory.accusation(device):
+        keeper.journal.write("accused", diagnosis, action=accusation)
+        run.tell(f"Guard: {accusation}.")
+    keeper.stop_if(run, diagnosis, too_many)
+
+
 def reload_weights(keeper: Keeper, run: Run, diagnosis: Diagnosis, began: float) -> None:
     """Read frozen weights that have changed in memory from their files again, and go back to before they had.
 
@@ -161,7 +180,7 @@ def reload_weights(keeper: Keeper, run: Run, diagnosis: Diagnosis, began: float)
     for name in names:
         if not keeper.frozen.sums.reload(run.model, name, folder):
             keeper.stop(run, diagnosis, f"stopped: {name} cannot be read from its file as it was")
-    keeper.stop_if(run, diagnosis, keeper.memory.add_transient(diagnosis.step, device_at_fault(run, diagnosis)))
+    count_transient(keeper, run, diagnosis)
     before = run.state.step
     at = keeper.go_back(run, min(before, keeper.frozen.sound_at))
     keeper.acted(run, diagnosis, f"read {shown(names)} from its file again", True, began, steps_redone=before - at)

@@ -18,7 +18,7 @@ import torch
 from surefoot.guard.check import DeviceCheck, StepCheck, shown
 from surefoot.guard.diagnosis import Diagnosis
 from surefoot.guard.names import leaf_name, owner_name
-from surefoot.train.cures import device_at_fault
+from surefoot.train.cures import count_transient
 
 if TYPE_CHECKING:
     from surefoot.train.keeper import Keeper
@@ -225,9 +225,8 @@ class Integrity:
         keeper.journal.write("diagnosis", diagnosis)
         if keeper.mode != "heal":
             keeper.stop(run, diagnosis, "stopped, as `guard: watch` asks")
-        no_more = no_more or keeper.memory.add_transient(check.step, device_at_fault(run, diagnosis))
-        if no_more:
-            keeper.stop(run, diagnosis, no_more)
+        keeper.stop_if(run, diagnosis, no_more)
+        count_transient(keeper, run, diagnosis)
         before = run.state.step
         # A point taken since the last sound look may hold the damage already.
         at = keeper.go_back(run, max(0, before - 1) if check.state_changed else before)

@@ -15,6 +15,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from surefoot.errors import UserError, WorkError
+from surefoot.train.last_words import FAILED, PATIENCE, why_missing, within
 
 if TYPE_CHECKING:
     import torch
@@ -23,8 +24,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-FAILED, HERE, FIRST = "surefoot/failed", "surefoot/here", "surefoot/first"  # in the store that all ranks share
-PATIENCE = 5.0  # seconds for which a rank that was cut off waits for the others to say why
+FIRST = "surefoot/first"  # in the store that all ranks share
 GRACE = 1.0  # seconds that the others are given to read the last word of a rank
 MOST_BYTES = 512 * 2**20  # of gradients that are summed at once: a full fine-tune's need not be held twice
 
@@ -306,7 +306,7 @@ class Ranks:
             value = work(True)
             self.store.set(key, "done")
             return value
-        while not self._wait_for(lambda: self.store.check([key])):
+        while not self._wait_for(lambda: within(self.timeout, lambda: self.store.check([key]))):
             if self.store.check([FAILED]):
                 self._cut_off(RuntimeError("a rank failed"))
             time.sleep(0.1)
@@ -335,13 +335,17 @@ class Ranks:
         """
         if self.alone or isinstance(error, OtherRankError):
             return
-        try:
+
+        def leave_word() -> None:
             if not self.store.check([FAILED]):
                 self.store.set(FAILED, f"{self.place.rank} {_words(error)}")
                 if self.is_main:
                     time.sleep(GRACE)  # without torchrun the store is in this process
-        except RuntimeError:
-            return  # the store is gone, and the process with it that kept it: nobody is left to read
+
+        try:
+            within(PATIENCE, leave_word)
+        except (RuntimeError, TimeoutError):
+            return  # the process that kept the store is gone or stands still: nobody is left to read
 
     def leave(self) -> None:
         """Part from the others at the end of a run."""
@@ -355,25 +359,18 @@ class Ranks:
     def _wait_for(self, collective: Callable[[], T]) -> T:
         try:
             return collective()
-        except RuntimeError as error:  # what torch's backends raise when a rank is gone or too late
+        except (RuntimeError, TimeoutError) as error:  # what torch's backends raise when a rank is gone or too late
             self._cut_off(error)
 
-    def _cut_off(self, error: RuntimeError) -> NoReturn:
+    def _cut_off(self, error: Exception) -> NoReturn:
         """Say which rank is missing, and why if it has left word."""
-        here = [f"{HERE}/{rank}" for rank in range(self.place.world)]
-        why = f"the ranks cannot talk any more: {_first_line(error)}"
         try:
-            self.store.set(here[self.place.rank], "yes")
-            deadline = time.monotonic() + PATIENCE
-            while time.monotonic() < deadline and not self.store.check([FAILED]) and not self.store.check(here):
-                time.sleep(0.1)
-            if self.store.check([FAILED]):
-                rank, _, words = self.store.get(FAILED).decode().partition(" ")
-                why = f"{self.names[int(rank)]}: {words}"
-            elif missing := [self.names[rank] for rank, key in enumerate(here) if not self.store.check([key])]:
-                why = f"{', '.join(missing)} does not answer: killed, stopped, or longer than ddp_timeout at its work"
+            why = within(2 * PATIENCE, lambda: why_missing(self.store, self.names, self.place.rank))
+            why = why or f"the ranks cannot talk any more: {_first_line(error)}"
         except RuntimeError:  # of the store
             why = f"{self.names[0]} is gone, and with it the others' meeting point"
+        except TimeoutError:
+            why = f"{self.names[0]} does not answer, nor the meeting point on its machine: stopped, or cut off"
         raise OtherRankError(why) from error
 
 
