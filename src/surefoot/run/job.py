@@ -110,6 +110,7 @@ def _run(
     applied: list[dict[str, Any]],
 ) -> JobResult:
     """Prepare the data, load the model and train, in this process of the run."""
+    from surefoot.config.sharding import sharding_of
     from surefoot.data.prepare import prepare_data
     from surefoot.model.load import load_model
     from surefoot.train.run import run_training
@@ -126,7 +127,8 @@ def _run(
             )
         )  # fmt: skip
     data.report.render(console)
-    loaded = load_model(cfg, tokenizer, device)
+    sharded = sharding_of(cfg, os.environ) is not None and not ranks.alone
+    loaded = load_model(cfg, tokenizer, device, on_host=sharded)
     for note in loaded.notes:
         say(note)
     is_adapter = cfg.finetuning_type == "lora"

@@ -158,9 +158,10 @@ def reload_weights(keeper: Keeper, run: Run, diagnosis: Diagnosis, began: float)
     assert keeper.frozen is not None
     folder = weights_folder(model_path(run.cfg))
     names = diagnosis.details["tensors"]
-    for name in names:
-        if not keeper.frozen.sums.reload(run.model, name, folder):
-            keeper.stop(run, diagnosis, f"stopped: {name} cannot be read from its file as it was")
+    with run.whole():
+        lost = [name for name in names if not keeper.frozen.sums.reload(run.model, name, folder)]
+    if any(run.ranks.gather(bool(lost))):
+        keeper.stop(run, diagnosis, f"stopped: {shown(lost or names)} cannot be read from its file as it was")
     keeper.stop_if(run, diagnosis, keeper.memory.add_transient(diagnosis.step, device_at_fault(run, diagnosis)))
     before = run.state.step
     at = keeper.go_back(run, min(before, keeper.frozen.sound_at))

@@ -6,6 +6,7 @@ rows are left out, or the run goes back. Budgets keep a cure that does not hold 
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import time
 from collections.abc import Sequence
@@ -23,13 +24,14 @@ from surefoot.guard.plan import Change, Plan, apply_change, hold_change, write_p
 from surefoot.guard.scene import Scene
 from surefoot.guard.seen import Seen
 from surefoot.guard.summary import hint_for, summarize
-from surefoot.guard.treat import treat
+from surefoot.guard.treat import Treatment, treat
 from surefoot.model.randomness import get_random_state
 from surefoot.train.cures import apply_treatment, diagnose_attempt, healthy_scenes, reload_weights
 from surefoot.train.frozen import FrozenWeights, keeps_weights
 from surefoot.train.integrity import Integrity
 from surefoot.train.masters import Masters
 from surefoot.train.rewind import RestorePoint, RestorePoints, take
+from surefoot.train.shards import NoRoomError
 from surefoot.train.spike import SpikeKeeper
 from surefoot.train.step_times import StepTimes
 
@@ -196,6 +198,23 @@ class Keeper:
         self.journal.write("alarm", None, step=check.step, loss=check.loss, grad_norm=check.grad_norm,
                            loss_scale=check.loss_scale, bad_tensors=len(seen.bad_tensors),
                            tensors=len(seen.norms))  # fmt: skip
+        if run.runner.shards is not None and self.frozen and self.memory_damaged(run, run.state.step):
+            return False  # a piece of a frozen weight has changed, on whichever rank it lies
+        with contextlib.ExitStack() as gathered:
+            try:
+                gathered.enter_context(run.whole())
+            except NoRoomError as error:
+                evidence = (seen.describe(), where.strip(), f"Not looked into: {error.problems[0].message}.")
+                self.stop(run, Diagnosis(check.step, "UNKNOWN", evidence=evidence), "stopped before the update")
+            diagnosis, treatment = self._look_into(run, scene, check, seen, where, no_more)
+        apply_treatment(self, run, scene, diagnosis, treatment, began)
+        return False
+
+    def _look_into(
+        self, run: Run, scene: Scene, check: StepCheck, seen: StepCheck, where: str, no_more: str
+    ) -> tuple[Diagnosis, Treatment]:
+        """Let the rank at fault find the cause of a bad step, and a treatment."""
+        ranks, leader = run.ranks, check.leader
         sums = self.frozen.sums if self.frozen else None
         diagnosis = ranks.on(leader, lambda: diagnose_attempt(run, scene, seen, sums))
         if where:
@@ -207,9 +226,7 @@ class Keeper:
             self.stop(run, diagnosis, "stopped before the update, as `guard: watch` asks")
         self.stop_if(run, diagnosis, no_more)
         kept = self.memory.changes
-        treatment = ranks.on(leader, lambda: treat(scene, diagnosis, healthy_scenes(run, scene), kept))
-        apply_treatment(self, run, scene, diagnosis, treatment, began)
-        return False
+        return diagnosis, ranks.on(leader, lambda: treat(scene, diagnosis, healthy_scenes(run, scene), kept))
 
     def watch(self, run: Run, check: StepCheck, tokens: int, random_state: dict[str, Any] | None) -> bool:
         """After a committed step: look for finite damage, and take restore points.
@@ -429,7 +446,8 @@ class Keeper:
 
     def _keep_change(self, run: Run, change: Change) -> None:
         apply_change(run.model, run.runner.forward, change)
-        hold_change(run.model, change)
+        if run.runner.shards is None:  # pieces keep their dtype: an island casts them at every use
+            hold_change(run.model, change)
         self.memory.changes = (*self.memory.changes, change)
 
     def _resumed(self, run: Run, check: StepCheck) -> None:

@@ -224,6 +224,23 @@ class Ranks:
         self._wait_for(lambda: dist.all_gather_object(values, value))
         return values
 
+    def most(self, numbers: Sequence[int]) -> list[int]:
+        """Compare a few whole numbers over all ranks, on the host.
+
+        Args:
+            numbers: as many on every rank.
+
+        Returns:
+            The largest of each.
+        """
+        import torch
+        import torch.distributed as dist
+
+        largest = torch.tensor(numbers, dtype=torch.int64)
+        if not self.alone:
+            self._wait_for(lambda: dist.all_reduce(largest, op=dist.ReduceOp.MAX))
+        return largest.tolist()
+
     def on(self, rank: int, work: Callable[[], T]) -> T:
         """Let one rank do something while the others wait for what comes of it.
 
@@ -327,6 +344,20 @@ class Ranks:
         failed = next(rank for rank, words in enumerate(told) if words is not None)
         raise OtherRankError(f"{self.names[failed]}: {told[failed]}")
 
+    def fail(self, error: Exception) -> NoReturn:
+        """End this rank in the middle of a pass that holds collectives: the others cannot be met there any more.
+
+        Args:
+            error: that was raised there: by this rank's own work, or by torch because another rank is gone.
+
+        Raises:
+            OtherRankError: another rank is to blame. Otherwise the error itself goes on, and is announced.
+        """
+        if isinstance(error, OtherRankError) or not _is_of_talking(error):
+            self.announce(error)
+            raise error
+        self._cut_off(error)
+
     def announce(self, error: BaseException) -> None:
         """Leave word of why this rank ends, for those that will miss it.
 
@@ -358,7 +389,7 @@ class Ranks:
         except RuntimeError as error:  # what torch's backends raise when a rank is gone or too late
             self._cut_off(error)
 
-    def _cut_off(self, error: RuntimeError) -> NoReturn:
+    def _cut_off(self, error: Exception) -> NoReturn:
         """Say which rank is missing, and why if it has left word."""
         here = [f"{HERE}/{rank}" for rank in range(self.place.world)]
         why = f"the ranks cannot talk any more: {_first_line(error)}"
@@ -428,6 +459,17 @@ def _bundles(tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
         bundles[-1].append(tensor)
         size += bytes_
     return bundles
+
+
+def _is_of_talking(error: Exception) -> bool:
+    """Tell a collective's own failure from an error of the work between collectives."""
+    import torch.distributed as dist
+
+    # gloo reports by plain RuntimeErrors that name its source file or its way of failing.
+    words = ("gloo", "connection closed", "connection reset", "nccl", "timed out waiting")
+    return isinstance(error, dist.DistError) or (
+        type(error) is RuntimeError and any(word in str(error).lower() for word in words)
+    )
 
 
 def _first_line(error: BaseException) -> str:

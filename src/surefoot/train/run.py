@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from surefoot.config.sharding import sharding_of
 from surefoot.data.messages import Sample
 from surefoot.data.order import StepOrder, StreamOrder, TableOrder
 from surefoot.errors import UserError, WorkError
@@ -32,7 +33,7 @@ from surefoot.train.checkpoint import read_checkpoint, remove_weights, save_mode
 from surefoot.train.events import Listener, RunFacts, TrainResult
 from surefoot.train.gate import Gate
 from surefoot.train.keeper import Keeper
-from surefoot.train.loop import Run, evaluate_all, train
+from surefoot.train.loop import Run, evaluate_all, train, whole_weights
 from surefoot.train.loss_scale import LossScale
 from surefoot.train.neftune import Neftune
 from surefoot.train.optimizer import build_optimizer, build_scheduler
@@ -40,6 +41,7 @@ from surefoot.train.ranks import Ranks
 from surefoot.train.restore import load_trained_weights, restore
 from surefoot.train.resume import choose_checkpoint, fingerprint, model_identity, refuse_other_run, samples_per_step
 from surefoot.train.schedule import make_schedule
+from surefoot.train.shards import Shards, make_shards
 from surefoot.train.signals import StopRequest
 from surefoot.train.single import SingleRows
 from surefoot.train.step import StepRunner
@@ -155,12 +157,15 @@ def assemble(
     refuse_unknown_tokens(data, loaded)
     make_deterministic(cfg, device)
     order = order_of(cfg, data, ranks.place.world)
-    forward, order = _make_forward(cfg, loaded, order, device, tell)
-    runner = make_runner(cfg, loaded, forward, data, device, tell)
+    identity = model_identity(base_of(loaded.model))
+    shards = _shard(cfg, loaded, ranks, device, tell)
+    forward, order = _make_forward(cfg, loaded, order, device, tell, shards)
+    runner = make_runner(cfg, loaded, forward, data, device, tell, shards)
     runner.ranks, runner.seed, runner.stopping = ranks, cfg.seed, lambda: bool(stop.requested)
-    ranks.copy_from_main_(list(runner.trained.values()))
+    if shards is None:
+        ranks.copy_from_main_(list(runner.trained.values()))
     schedule = make_schedule(cfg, order, evaluates=bool(data.evals))
-    optimizer = build_optimizer(loaded.model, cfg)
+    optimizer = build_optimizer(loaded.model, cfg, runner.trained)
     run = Run(
         cfg=cfg,
         model=loaded.model,
@@ -169,11 +174,11 @@ def assemble(
         evals=data.evals,
         runner=runner,
         optimizer=optimizer,
-        gate=Gate(optimizer),
+        gate=Gate(optimizer, None if shards is None else lambda bad: ranks.spread(bad).amax()),
         scheduler=build_scheduler(optimizer, cfg, schedule.total_steps),
         schedule=schedule,
         output_dir=Path(cfg.output_dir),
-        fingerprint=fingerprint(cfg, data.train.fingerprint, model_identity(base_of(loaded.model)), ranks.place.world),
+        fingerprint=fingerprint(cfg, data.train.fingerprint, identity, ranks.place.world),
         listeners=listeners,
         stop=stop,
         guard=Keeper(cfg, writes=ranks.is_main),
@@ -185,8 +190,28 @@ def assemble(
     return run
 
 
+def _shard(cfg: Config, loaded: LoadedModel, ranks: Ranks, device: str, tell: Callable[[str], None]) -> Shards | None:
+    """Cut the model over the ranks where that was asked for."""
+    how = sharding_of(cfg, os.environ)
+    if how is None:
+        return None
+    if ranks.alone:
+        tell("fsdp has nothing to shard in a run of one process.")
+        return None
+    shards = make_shards(loaded, how, ranks, device)
+    what = "Weights, gradients and moments" if shards.trains else "The frozen weights"
+    where = " in the host's memory" if how.offload else ""
+    tell(f"{what} are sharded over {ranks.place.world} processes{where} (FSDP2).")
+    return shards
+
+
 def _make_forward(
-    cfg: Config, loaded: LoadedModel, order: StepOrder, device: str, tell: Callable[[str], None]
+    cfg: Config,
+    loaded: LoadedModel,
+    order: StepOrder,
+    device: str,
+    tell: Callable[[str], None],
+    shards: Shards | None = None,
 ) -> tuple[LossForward, StepOrder]:
     """Make the model's way to a loss, packed and compiled where that can be, and the order that goes with it."""
     forward = build_forward(
@@ -194,8 +219,10 @@ def _make_forward(
         loaded.precision.autocast,
         upcast=cfg.upcast_lmhead_output,
         label_smoothing=cfg.label_smoothing_factor,
+        within=None if shards is None else shards.model.within,
+        device=device,
     )
-    order = pack_or_not(forward, loaded, order, tell)
+    order = pack_or_not(forward, loaded, order, tell, device)
     if cfg.fp8:
         fp8.require(torch.device(device))
     if is_wanted(cfg.compile, device):
@@ -241,7 +268,13 @@ def _use_plan(run: Run, plan: Plan) -> None:
     run.tell(f"Precision plan: {words}; {left_out} rows are left out.")
 
 
-def pack_or_not(forward: LossForward, loaded: LoadedModel, order: StepOrder, tell: Callable[[str], None]) -> StepOrder:
+def pack_or_not(
+    forward: LossForward,
+    loaded: LoadedModel,
+    order: StepOrder,
+    tell: Callable[[str], None],
+    device: str | None = None,
+) -> StepOrder:
     """Prove on two rows that this model's rows may share a pass; else let each run alone, and say so.
 
     Args:
@@ -249,11 +282,12 @@ def pack_or_not(forward: LossForward, loaded: LoadedModel, order: StepOrder, tel
         loaded: the model.
         order: the steps' samples.
         tell: called with a sentence for the person.
+        device: where the model runs; None for where its weights are.
 
     Returns:
         The order that the run takes.
     """
-    verdict = check_packing(forward, loaded.own_attention, order.samples_of(0))
+    verdict = check_packing(forward, loaded.own_attention, order.samples_of(0), device)
     if verdict.packs:
         return order
     forward.packs = False
@@ -264,7 +298,13 @@ def pack_or_not(forward: LossForward, loaded: LoadedModel, order: StepOrder, tel
 
 
 def make_runner(
-    cfg: Config, loaded: LoadedModel, forward: LossForward, data: PreparedData, device: str, tell: Callable[[str], None]
+    cfg: Config,
+    loaded: LoadedModel,
+    forward: LossForward,
+    data: PreparedData,
+    device: str,
+    tell: Callable[[str], None],
+    shards: Shards | None = None,
 ) -> StepRunner:
     """Plan the passes of a run and build what computes them.
 
@@ -275,11 +315,12 @@ def make_runner(
         data: the encoded data.
         device: where the model lives, as torch names it.
         tell: called with a sentence for the person.
+        shards: of a sharded model.
 
     Returns:
         The runner.
     """
-    plan = plan_memory(cfg, loaded, forward, data, device)
+    plan = plan_memory(cfg, loaded, forward, data, device, shards)
     recompute(loaded.model, plan.choice)
     if plan.recompute:
         tell(words_of(plan))
@@ -295,7 +336,9 @@ def make_runner(
         turn_on_recompute(loaded.model)
         return True
 
-    return StepRunner(loaded.model, forward, device, scale, tokens, before_pass, tell, plan, recompute_more)
+    return StepRunner(
+        loaded.model, forward, device, scale, tokens, before_pass, tell, plan, recompute_more, shards=shards
+    )
 
 
 def finish(run: Run, result: TrainResult) -> None:
@@ -308,16 +351,18 @@ def finish(run: Run, result: TrainResult) -> None:
     if result.stopped_by == "signal":
         return
     if run.cfg.load_best_model_at_end and run.state.best_step not in (None, run.state.step):
-        load_trained_weights(run.model, run.output_dir / f"checkpoint-{run.state.best_step}")
+        load_trained_weights(run.model, run.output_dir / f"checkpoint-{run.state.best_step}", run.runner.shards)
         run.state.evaluated_at = None  # what was evaluated last is not what is saved
     if run.cfg.do_eval and run.evals and run.state.evaluated_at != run.state.step:
         evaluate_all(run)
-    run.ranks.on(0, lambda: _save_result(run))
+    weights = whole_weights(run)
+    run.ranks.on(0, lambda: _save_result(run, weights))
 
 
-def _save_result(run: Run) -> None:
+def _save_result(run: Run, weights: dict[str, torch.Tensor] | None) -> None:
+    with_embeddings = run.guard.memory.embeddings_mended
     with whole_files(run.output_dir) as temporary:
-        save_model(temporary, run.model, run.tokenizer, with_embeddings=run.guard.memory.embeddings_mended)
+        save_model(temporary, run.model, run.tokenizer, with_embeddings=with_embeddings, weights=weights)
         verify_weights(temporary)
 
 
@@ -330,7 +375,14 @@ def order_of(cfg: Config, data: PreparedData, ranks: int = 1) -> StepOrder:
     return StreamOrder(data.train, per_step)  # type: ignore[arg-type]
 
 
-def plan_memory(cfg: Config, loaded: LoadedModel, forward: LossForward, data: PreparedData, device: str) -> MemoryPlan:
+def plan_memory(
+    cfg: Config,
+    loaded: LoadedModel,
+    forward: LossForward,
+    data: PreparedData,
+    device: str,
+    shards: Shards | None = None,
+) -> MemoryPlan:
     """Plan the passes of a run from the model as it is loaded and the memory that is free now.
 
     Args:
@@ -339,6 +391,7 @@ def plan_memory(cfg: Config, loaded: LoadedModel, forward: LossForward, data: Pr
         forward: how its loss is computed.
         data: the encoded data.
         device: where the model lives, as torch names it.
+        shards: of a sharded model; its plan is the same on every rank.
 
     Returns:
         The plan.
@@ -349,11 +402,19 @@ def plan_memory(cfg: Config, loaded: LoadedModel, forward: LossForward, data: Pr
     base = base_of(loaded.model)
     trained, total = loaded.parameters
     stored = base.get_input_embeddings().weight.dtype
+    world = 1 if shards is None else shards.model.world
     sizes = [(p.numel() * p.element_size(), p.requires_grad) for p in base.parameters()]
+    if shards is not None:
+        sizes = [(size // world if hasattr(p, "_local_tensor") else size, trains)
+                 for (size, trains), p in zip(sizes, base.parameters(), strict=True)]  # fmt: skip
     if device == "cpu":
         free = free_memory(device) + sum(size for size, _ in sizes)
     else:
         free = free_memory(device) + torch.cuda.memory_reserved(device)
+    if shards is not None:
+        free = min(shards.ranks.gather(free))
+        if shards.trains:  # moments and gradients are cut as well
+            trained, total = trained // world, total // world
     lengths = getattr(data.train, "lengths", None)
     longest, mean = float(cfg.cutoff_len), float(cfg.cutoff_len)  # of a stream: the longest that the YAML allows
     if lengths is not None:
