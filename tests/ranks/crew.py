@@ -22,8 +22,9 @@ from surefoot.config import make_config
 from surefoot.data.order import TableOrder
 from surefoot.errors import UserError
 from surefoot.model.load import load_model
+from surefoot.model.sharded import groups_of, sharded
 from surefoot.model.tokenizer import load_tokenizer
-from surefoot.train import checkpoint, loop, run
+from surefoot.train import checkpoint, loop, run, shards
 from surefoot.train.events import TrainResult
 from surefoot.train.ranks import Ranks
 from surefoot.train.step import StepRunner
@@ -130,20 +131,29 @@ def plant(fault: Fault, model: Any) -> None:
         if attempt.check.step == fault.step and not state.get("done"):
             state["done"] = True
             trained = fault.kind == "weight"
-            parameter = next(p for p in run_.model.parameters() if p.requires_grad == trained and p.ndim == 2)
-            parameter.data.view(-1)[3] += 1.0
+            held = sharded(run_.model)
+            pieces = held.pieces if held else {}
+            touched = next(n for n, p in run_.model.named_parameters() if p.requires_grad == trained and p.ndim == 2)
+            pieces.get(touched, run_.model.get_parameter(touched).data).view(-1)[3] += 1.0
 
     def full(folder: Path, *rest: Any, **more: Any) -> None:
         if f"checkpoint-{fault.step}." in folder.name:
             raise OSError(28, "No space left on device")
         save(folder, *rest, **more)
 
-    save = checkpoint.save_model
+    def watched(self: shards.Shards) -> None:
+        watch(self)
+        (group,) = groups_of(self.model.root._get_fsdp_state())
+        # What is cut has other tensors while it runs, kept by torch; to gather them on one rank alone would hang.
+        group.fsdp_params[0]._unsharded_param.register_hook(lambda grad: grad * float("inf") if spent() else None)
+
+    save, watch = checkpoint.save_model, shards.Shards.watch_own_gradients
     StepRunner.compute = armed
     if fault.kind == "gradient":
         # In its own product, so that only this step's backward feels it.
         first = next(p for p in model.parameters() if p.requires_grad)
         first.register_hook(lambda grad: grad * float("inf") if spent() else None)
+        shards.Shards.watch_own_gradients = watched
     elif fault.kind in ("loss", "exception", "memory"):
         model.get_input_embeddings().register_forward_hook(strike)
     elif fault.kind == "data":

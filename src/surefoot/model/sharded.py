@@ -185,7 +185,7 @@ class Sharded:
             state._state_ctx.iter_forward_root = None
             state._state_ctx.post_backward_final_callback_queued = False
             state._comm_ctx.post_forward_order.clear()
-            for group in _groups_of(state):
+            for group in groups_of(state):
                 group._training_state = idle
                 group._post_forward_indices.clear()
 
@@ -262,7 +262,8 @@ def named_parameters(model: nn.Module) -> dict[str, Any]:
     return dict(model.named_parameters())
 
 
-def _groups_of(state: Any) -> list[Any]:
+def groups_of(state: Any) -> list[Any]:
+    """Return torch's groups of parameters that are gathered together, of the private state of one module."""
     several = getattr(state, "_fsdp_param_groups", None)  # since torch 2.13
     if several is not None:
         return list(several)
