@@ -100,7 +100,10 @@ class Sharded:
             What it returned.
         """
         try:
-            return self.root(work)
+            made = self.root(work)
+            if not (torch.is_grad_enabled() or self.gathered):
+                self.root.reshard()  # type: ignore[operator]  # no backward pass will do it
+            return made
         except Exception:
             self._settle()
             if not self.gathered:
