@@ -22,6 +22,7 @@ from surefoot.config import make_config
 from surefoot.data.order import TableOrder
 from surefoot.errors import UserError
 from surefoot.model.load import load_model
+from surefoot.model.recompute import turn_on_recompute
 from surefoot.model.sharded import groups_of, sharded
 from surefoot.model.tokenizer import load_tokenizer
 from surefoot.train import checkpoint, loop, run, shards
@@ -147,6 +148,9 @@ def plant(fault: Fault, model: Any) -> None:
         # What is cut has other tensors while it runs, kept by torch; to gather them on one rank alone would hang.
         group.fsdp_params[0]._unsharded_param.register_hook(lambda grad: grad * float("inf") if spent() else None)
 
+    def no_room(self: shards.Shards) -> Any:
+        raise shards.NoRoomError("the whole model takes 9.0 GiB, and rank 0 has 1.0 GiB left")
+
     save, watch = checkpoint.save_model, shards.Shards.watch_own_gradients
     StepRunner.compute = armed
     if fault.kind == "gradient":
@@ -162,6 +166,13 @@ def plant(fault: Fault, model: Any) -> None:
         loop.apply_step = touch
     elif fault.kind == "disk":
         checkpoint.save_model = full
+    elif fault.kind == "recompute":  # no fault, but nothing that a YAML of a tiny model would bring about
+        run.recompute = lambda model, choice: turn_on_recompute(model)
+    elif fault.kind == "no room":  # and the gradient is bad as well
+        shards.Shards.whole = no_room
+        first = next(p for p in model.parameters() if p.requires_grad)
+        if os.environ["RANK"] == "1":
+            first.register_hook(lambda grad: grad * float("inf") if spent() else None)
     elif fault.kind == "row":
         model.get_input_embeddings().register_forward_hook(
             lambda module, inputs, output: torch.where(inputs[0][..., None] == BAD_TOKEN, float("nan"), output)

@@ -12,8 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import yaml
-
 from surefoot.errors import UserError
 
 if TYPE_CHECKING:
@@ -153,6 +151,8 @@ def _settings(settings: Any) -> dict[str, Any]:
 
 
 def _file(text: str) -> Any:
+    import yaml
+
     try:
         content = text if text.lstrip().startswith("{") else Path(text).expanduser().read_text(encoding="utf-8")
         read = json.loads(content) if content.lstrip().startswith("{") else yaml.safe_load(content)

@@ -45,14 +45,14 @@ class How:
 
 
 class Root(nn.Module):
-    """The module whose forward is a whole forward pass with its loss, so that torch gathers what stands around layers.
-
-    Attributes:
-        model: the model, wrapped by PEFT or not.
-    """
+    """The module whose forward is a whole pass with its loss: torch gathers what stands around the layers for it."""
 
     def __init__(self, model: nn.Module) -> None:
-        """Take the model."""
+        """Take the model.
+
+        Args:
+            model: wrapped by PEFT or not.
+        """
         super().__init__()
         self.model = model
 
@@ -80,6 +80,8 @@ class Sharded:
         pieces: this rank's part of each as a plain tensor in the same memory, cut along the first dimension; empty
             where there are fewer rows than ranks.
         trains: True where trained weights are cut, False where only frozen ones are.
+        gathered_bytes: that are there at once during a pass: what stands around the layers, the layer that runs and
+            the one that is fetched ahead.
     """
 
     root: Root
@@ -88,6 +90,7 @@ class Sharded:
     parameters: dict[str, Any]
     pieces: dict[str, torch.Tensor]
     trains: bool
+    gathered_bytes: int = 0
     _depth: int = field(default=0, init=False)
 
     def within(self, work: Callable[[], T]) -> T:
@@ -226,6 +229,8 @@ def shard(model: nn.Module, device: str, how: How) -> Sharded:
     mesh = init_device_mesh(torch.device(device).type, (world,))
     adapters = {p for p in model.parameters() if p.requires_grad} if hasattr(model, "peft_config") else set()
     trains = not adapters
+    layer_bytes = [_bytes_of(layer, adapters) for layer in decoder_layers(model)]
+    gathered = _bytes_of(model, adapters) - sum(layer_bytes) + 2 * max(layer_bytes)
     for parameter in adapters:
         parameter.data = parameter.data.to(device)
     detach_states(model, device)
@@ -242,7 +247,7 @@ def shard(model: nn.Module, device: str, how: How) -> Sharded:
         fully_shard(layer, reshard_after_forward=how.reshard, mp_policy=narrow, **common)
     fully_shard(root, reshard_after_forward=False, mp_policy=MixedPrecisionPolicy(cast_forward_inputs=False), **common)
     parameters = {name: p for name, p in named_parameters(model).items() if name in set(cut)}
-    sharded = Sharded(root, rank, world, parameters, {}, trains)
+    sharded = Sharded(root, rank, world, parameters, {}, trains, gathered)
     for module in sharded._modules():
         # Gradients are summed: each rank's loss is divided by the whole step's tokens already.
         module.set_gradient_divide_factor(1.0)
@@ -263,6 +268,10 @@ def sharded(model: nn.Module) -> Sharded | None:
 def named_parameters(model: nn.Module) -> dict[str, Any]:
     """Return a model's parameters by name, as they stand now: sharded, or whole while they are gathered."""
     return dict(model.named_parameters())
+
+
+def _bytes_of(module: nn.Module, left_out: set[nn.Parameter]) -> int:
+    return sum(p.numel() * p.element_size() for p in module.parameters() if p not in left_out)
 
 
 def groups_of(state: Any) -> list[Any]:

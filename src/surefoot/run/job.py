@@ -73,7 +73,8 @@ def run_job(cfg: Config, console: Console) -> JobResult:
         WorkError: the training failed.
     """
     from surefoot.machine.device import choose_device
-    from surefoot.train.ranks import Place, Ranks, device_of
+    from surefoot.train.place import Place, device_of
+    from surefoot.train.ranks import Ranks
 
     def say(message: str) -> None:
         console.print(message, highlight=False, markup=False, soft_wrap=True)

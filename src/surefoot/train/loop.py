@@ -19,6 +19,7 @@ from surefoot.guard.check import NonFiniteStepError
 from surefoot.model.randomness import get_random_state
 from surefoot.train.checkpoint import rotate, save_checkpoint
 from surefoot.train.clock import Clock
+from surefoot.train.cures import nothing_to_train
 from surefoot.train.evaluate import evaluate
 from surefoot.train.events import EvalEvent, Listener, TrainResult
 from surefoot.train.gate import Gate
@@ -213,7 +214,7 @@ def next_attempt(run: Run, pending: Attempt | None) -> Attempt | None:
         return run.runner.compute(done + 1, (), error)  # so that the others hear of it
     if count_trained(samples) == 0:
         if pending is None:
-            run.guard.nothing_to_train(run, samples)
+            nothing_to_train(run.guard, run, samples)
         return None
     return run.runner.compute(done + 1, samples)
 

@@ -5,13 +5,11 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from surefoot.config.sharding import sharding_of
 from surefoot.data.messages import Sample
 from surefoot.data.order import StepOrder, StreamOrder, TableOrder
 from surefoot.errors import UserError, WorkError
@@ -20,14 +18,11 @@ from surefoot.guard.plan import Plan, read_plan
 from surefoot.model import fp8
 from surefoot.model.compiled import ROUND_TO, compile_layers, is_wanted
 from surefoot.model.emulate import emulation
-from surefoot.model.forecast import describe_run, plan_for
 from surefoot.model.forward import LossForward, base_of
 from surefoot.model.load import LoadedModel
-from surefoot.model.memory import GIB, MemoryPlan, free_memory
 from surefoot.model.probes import build_forward, check_packing
 from surefoot.model.randomness import get_random_state
 from surefoot.model.recompute import recompute, recomputed, turn_on_recompute
-from surefoot.model.shapes import read_shapes
 from surefoot.train.before import look_before_training
 from surefoot.train.checkpoint import read_checkpoint, remove_weights, save_model, sweep, verify_weights
 from surefoot.train.events import Listener, RunFacts, TrainResult
@@ -35,13 +30,14 @@ from surefoot.train.gate import Gate
 from surefoot.train.keeper import Keeper
 from surefoot.train.loop import Run, evaluate_all, train, whole_weights
 from surefoot.train.loss_scale import LossScale
+from surefoot.train.memory_plan import plan_memory, with_memory, words_of
 from surefoot.train.neftune import Neftune
 from surefoot.train.optimizer import build_optimizer, build_scheduler
 from surefoot.train.ranks import Ranks
 from surefoot.train.restore import load_trained_weights, restore
 from surefoot.train.resume import choose_checkpoint, fingerprint, model_identity, refuse_other_run, samples_per_step
 from surefoot.train.schedule import make_schedule
-from surefoot.train.shards import Shards, make_shards
+from surefoot.train.shards import Shards, shard_as_asked
 from surefoot.train.signals import StopRequest
 from surefoot.train.single import SingleRows
 from surefoot.train.step import StepRunner
@@ -158,7 +154,7 @@ def assemble(
     make_deterministic(cfg, device)
     order = order_of(cfg, data, ranks.place.world)
     identity = model_identity(base_of(loaded.model))
-    shards = _shard(cfg, loaded, ranks, device, tell)
+    shards = shard_as_asked(cfg, loaded, ranks, device, tell)
     forward, order = _make_forward(cfg, loaded, order, device, tell, shards)
     runner = make_runner(cfg, loaded, forward, data, device, tell, shards)
     runner.ranks, runner.seed, runner.stopping = ranks, cfg.seed, lambda: bool(stop.requested)
@@ -188,21 +184,6 @@ def assemble(
     ranks.same("the run", run.fingerprint | {"row packing": str(forward.packs)})
     _take_up(run)
     return run
-
-
-def _shard(cfg: Config, loaded: LoadedModel, ranks: Ranks, device: str, tell: Callable[[str], None]) -> Shards | None:
-    """Cut the model over the ranks where that was asked for."""
-    how = sharding_of(cfg, os.environ)
-    if how is None:
-        return None
-    if ranks.alone:
-        tell("fsdp has nothing to shard in a run of one process.")
-        return None
-    shards = make_shards(loaded, how, ranks, device)
-    what = "Weights, gradients and moments" if shards.trains else "The frozen weights"
-    where = " in the host's memory" if how.offload else ""
-    tell(f"{what} are sharded over {ranks.place.world} processes{where} (FSDP2).")
-    return shards
 
 
 def _make_forward(
@@ -373,91 +354,6 @@ def order_of(cfg: Config, data: PreparedData, ranks: int = 1) -> StepOrder:
         seed = cfg.seed if cfg.data_seed is None else cfg.data_seed
         return TableOrder(data.train, per_step, seed, shuffle=not cfg.disable_shuffling)  # type: ignore[arg-type]
     return StreamOrder(data.train, per_step)  # type: ignore[arg-type]
-
-
-def plan_memory(
-    cfg: Config,
-    loaded: LoadedModel,
-    forward: LossForward,
-    data: PreparedData,
-    device: str,
-    shards: Shards | None = None,
-) -> MemoryPlan:
-    """Plan the passes of a run from the model as it is loaded and the memory that is free now.
-
-    Args:
-        cfg: the YAML.
-        loaded: the model on its device.
-        forward: how its loss is computed.
-        data: the encoded data.
-        device: where the model lives, as torch names it.
-        shards: of a sharded model; its plan is the same on every rank.
-
-    Returns:
-        The plan.
-
-    Raises:
-        UserError: the longest row does not fit.
-    """
-    base = base_of(loaded.model)
-    trained, total = loaded.parameters
-    stored = base.get_input_embeddings().weight.dtype
-    world = 1 if shards is None else shards.model.world
-    sizes = [(p.numel() * p.element_size(), p.requires_grad) for p in base.parameters()]
-    if shards is not None:
-        sizes = [(size // world if hasattr(p, "_local_tensor") else size, trains)
-                 for (size, trains), p in zip(sizes, base.parameters(), strict=True)]  # fmt: skip
-    if device == "cpu":
-        free = free_memory(device) + sum(size for size, _ in sizes)
-    else:
-        free = free_memory(device) + torch.cuda.memory_reserved(device)
-    if shards is not None:
-        free = min(shards.ranks.gather(free))
-        if shards.trains:  # moments and gradients are cut as well
-            trained, total = trained // world, total // world
-    lengths = getattr(data.train, "lengths", None)
-    longest, mean = float(cfg.cutoff_len), float(cfg.cutoff_len)  # of a stream: the longest that the YAML allows
-    if lengths is not None:
-        longest, mean = float(max(lengths)), float(sum(lengths) / len(lengths))
-    model = describe_run(
-        cfg, read_shapes(base.config.to_dict()), weight=stored.itemsize,
-        compute=(loaded.precision.autocast or stored).itemsize, trained=trained, total=total,
-        # Packed weights come with constants that are no parameters: those are counted from the sizes.
-        frozen_bytes=None if cfg.quantization_bit else sum(size for size, trains in sizes if not trains),
-        chunked=forward.chunked, cpu=device == "cpu",
-    )  # fmt: skip
-    return plan_for(
-        cfg, model, {"longest": longest, "mean": mean}, free_bytes=free, cpu=device == "cpu", alone=not forward.packs
-    )
-
-
-def words_of(plan: MemoryPlan) -> str:
-    """Say what a plan computes again."""
-    choice, layers = plan.choice, plan.model.shapes.layers
-    parts = [f"{choice.layers} of {layers} decoder layers"] if choice.layers else []
-    parts += [f"the MLPs of {choice.mlps} of {layers} decoder layers"] if choice.mlps else []
-    host = "; their inputs wait in the host's memory, and they run uncompiled" if choice.offload else ""
-    return f"To fit, {' and '.join(parts)} are recomputed in the backward pass{host}."
-
-
-def with_memory(run: Run, result: TrainResult) -> TrainResult:
-    """Add planned and measured memory to the result of a run on a GPU, and say when they differ by much.
-
-    Args:
-        run: after its last step.
-        result: how it ended.
-
-    Returns:
-        The result with both figures; unchanged on a CPU.
-    """
-    runner = run.runner
-    if runner.device == "cpu" or runner.plan is None or not runner.largest_pass:
-        return result
-    measured = torch.cuda.max_memory_allocated(runner.device) / GIB
-    planned = runner.plan.peak_gib(runner.largest_pass, runner.most_passes)
-    if abs(measured - planned) > 0.1 * planned:
-        run.tell(f"Memory: planned {planned:.1f} GiB for this run's largest pass, measured {measured:.1f} GiB.")
-    return replace(result, memory_gib=round(measured, 3), planned_memory_gib=round(planned, 3))
 
 
 def make_deterministic(cfg: Config, device: str) -> None:

@@ -8,16 +8,18 @@ works element by element is as it is on one device; norms are summed over the ra
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Generator, Iterable
+import os
+from collections.abc import Callable, Generator, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
+from surefoot.config.sharding import Sharding, settled, sharding_of
 from surefoot.data.batch import count_trained, pack, split_into_passes
 from surefoot.data.messages import IGNORE_INDEX, Sample
-from surefoot.errors import WorkError
+from surefoot.errors import UserError, WorkError
 from surefoot.guard.scene import Scene
 from surefoot.model.forward import base_of
 from surefoot.model.memory import GIB, free_memory
@@ -25,7 +27,7 @@ from surefoot.model.sharded import How, Sharded, named_parameters, shard
 from surefoot.train.ranks import Ranks
 
 if TYPE_CHECKING:
-    from surefoot.config.sharding import Sharding
+    from surefoot.config import Config
     from surefoot.model.load import LoadedModel
 
 IDLE_TOKENS = 8  # of a pass that a rank runs only because others have one more
@@ -56,6 +58,14 @@ class Shards:
     def trains(self) -> bool:
         """True where trained weights are cut."""
         return self.model.trains
+
+    @property
+    def frozen_bytes(self) -> int:
+        """What weights take on this device during a pass, beside what is trained: pieces, and what is gathered."""
+        pieces = [tensor for name, tensor in self.model.pieces.items() if not (self.trains and name in self.trained)]
+        here = torch.device(self.device).type  # those that wait in the host's memory take nothing of a GPU
+        held = sum(tensor.numel() * tensor.element_size() for tensor in pieces if tensor.device.type == here)
+        return held + self.model.gathered_bytes
 
     @property
     def gathered(self) -> bool:
@@ -136,7 +146,7 @@ class Shards:
         """
         if not self.gathered:
             needed = self.model.whole_bytes
-            free = needed if self.device == "cpu" else free_memory(self.device)
+            free = needed if self.device == "cpu" else _free_on(self.device)
             told = self.ranks.gather(free)
             if min(told) < needed:
                 where = self.ranks.names[told.index(min(told))]
@@ -272,6 +282,47 @@ class Shards:
         )
 
 
+def shard_as_asked(
+    cfg: Config, loaded: LoadedModel, ranks: Ranks, device: str, tell: Callable[[str], None]
+) -> Shards | None:
+    """Cut the model over the ranks where the YAML or the launcher asks for it; all ranks must call it.
+
+    Args:
+        cfg: the YAML.
+        loaded: the model; changed in place.
+        ranks: of the run.
+        device: where it shall run, as torch names it.
+        tell: called with a sentence for the person.
+
+    Returns:
+        The shards; None where nothing is cut.
+
+    Raises:
+        UserError: something that cannot be done with pieces.
+    """
+    how = sharding_of(cfg, os.environ)
+    if how is None:
+        return None
+    if said := settled(cfg.fsdp_config):
+        tell(f"fsdp_config: {'; '.join(said)}.")
+    if ranks.alone:
+        tell("fsdp has nothing to shard in a run of one process.")
+        return None
+    if device != "cpu" and cfg.ddp_backend == "gloo":
+        raise UserError("gloo cannot gather what is sharded on cards", hint="leave it out", key="ddp_backend")
+    if device != "cpu" and how.offload and cfg.finetuning_type != "lora":
+        raise UserError(
+            "offload is there for frozen weights, under adapters",
+            hint="leave offload out, or set `finetuning_type: lora`",
+            key="fsdp",
+        )
+    shards = make_shards(loaded, how, ranks, device)
+    what = "Weights, gradients and moments" if shards.trains else "The frozen weights"
+    where = " in the host's memory" if how.offload else ""
+    tell(f"{what} are sharded over {ranks.place.world} processes{where} (FSDP2).")
+    return shards
+
+
 def make_shards(loaded: LoadedModel, how: Sharding, ranks: Ranks, device: str) -> Shards:
     """Cut a run's model; all ranks must call it.
 
@@ -306,6 +357,11 @@ def make_shards(loaded: LoadedModel, how: Sharding, ranks: Ranks, device: str) -
 def count_passes(samples: list[Sample], tokens_per_pass: int) -> int:
     """Count the passes of a rank's share of a step: groups of rows without a label are none."""
     return sum(count_trained(group) > 0 for group in split_into_passes(samples, tokens_per_pass))
+
+
+def _free_on(device: str) -> int:
+    """Return the bytes of a GPU that tensors can still take, in torch's own reserve too."""
+    return free_memory(device) + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
 
 
 def _sum_of(tensors: Iterable[torch.Tensor]) -> str:

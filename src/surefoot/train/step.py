@@ -211,8 +211,7 @@ class StepRunner:
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         """Sum gradients, loss and flags over all ranks; no gradient is left where none of them has one.
 
-        Returns:
-            Loss, loss by chance, flags, and the norms of the gradients that there are, the loss scale on them.
+        What is returned: loss, loss by chance, flags, and the norms of the gradients that there are, scaled as they.
         """
         ranks = self.ranks
         cut = self.shards is not None and self.shards.trains
