@@ -18,7 +18,7 @@ from surefoot.guard.preflight_base import Finding, compute_dtype
 from surefoot.guard.preflight_vocabulary import head_matrix, input_matrix
 from surefoot.guard.scene import Scene
 from surefoot.model.forward import base_of
-from surefoot.model.quantized import named_states, weight_of
+from surefoot.model.quantized import holds_numbers, named_states, weight_of
 
 SHOWN = 8
 # AdamW moves a weight by about the learning rate at its first steps. When fewer weights than this could move at all, a
@@ -207,7 +207,7 @@ def _judged(model: Any) -> Iterator[tuple[str, torch.Tensor, bool]]:
 
 
 def _can_look(tensor: torch.Tensor) -> bool:
-    return (tensor.is_floating_point() or tensor.is_complex()) and tensor.numel() > 0 and not tensor.is_meta
+    return holds_numbers(tensor) and tensor.numel() > 0 and not tensor.is_meta
 
 
 def _describe(name: str, tensor: torch.Tensor) -> str:

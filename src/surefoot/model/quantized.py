@@ -27,6 +27,9 @@ if TYPE_CHECKING:
 
 REQUIREMENT = "bitsandbytes>=0.50.2"
 PACKED = ("Params4bit", "Int8Params")  # bitsandbytes' parameter classes, known by name: no import to ask
+# What packed bytes pose as where torch cuts weights: 2.11 cuts floating parameters only (2.13 others too). No model's
+# numbers are in this dtype, and `holds_numbers` says so to whoever looks at weights.
+_POSE = torch.float8_e5m2fnuz
 _STATE = "_surefoot_state"  # in the own __dict__ of a module whose packed weight is a plain tensor: what belongs to it
 BLOCK, SECOND_BLOCK = 64, 256  # weights that share a scale, and scales that share a second one (bitsandbytes' own)
 OTHER_METHODS = ("gptq", "awq", "aqlm", "quanto", "eetq", "hqq")
@@ -181,7 +184,13 @@ def detach_states(model: torch.nn.Module, device: str) -> None:
             state = module.weight.quant_state
             state.to(device)
         vars(module)[_STATE] = state
-        module.weight = torch.nn.Parameter(module.weight.data.as_subclass(torch.Tensor), requires_grad=False)
+        plain = module.weight.data.as_subclass(torch.Tensor).view(_POSE)
+        module.weight = torch.nn.Parameter(plain, requires_grad=False)
+
+
+def holds_numbers(tensor: torch.Tensor) -> bool:
+    """Tell whether a tensor holds numbers that can be finite or not: floating ones, and no packed bytes."""
+    return (tensor.is_floating_point() or tensor.is_complex()) and tensor.dtype != _POSE
 
 
 class Packed(NamedTuple):
@@ -212,9 +221,9 @@ def packed_parts(base_layer: Any) -> Packed:
     """
     weight, shape = base_layer.weight, [base_layer.out_features, base_layer.in_features]
     if _in_8_bits(base_layer):
-        return Packed([weight.data, _row_scales(base_layer)], "int8", [], shape)
+        return Packed([_bytes_of(weight, torch.int8), _row_scales(base_layer)], "int8", [], shape)
     state = _state_of(base_layer)
-    tensors, blocks = [weight.data, state.absmax], [state.blocksize]
+    tensors, blocks = [_bytes_of(weight, torch.uint8), state.absmax], [state.blocksize]
     if state.nested:
         tensors += [state.state2.absmax, state.state2.code, state.offset]
         blocks += [state.state2.blocksize]
@@ -322,7 +331,7 @@ def restore_quantized(module: Any, read: Callable[[str], torch.Tensor | None]) -
     fresh = _as_stored(states, stored, read) if as_stored else _packed_again(module, stored)
     if fresh is None or fresh[0].numel() != module.weight.numel() or fresh[1].keys() != states.keys():
         return False
-    module.weight.data.copy_(fresh[0].view(module.weight.shape))
+    _bytes_of(module.weight, fresh[0].dtype).copy_(fresh[0].view(module.weight.shape))
     for part, tensor in fresh[1].items():
         states[part].copy_(tensor.view(states[part].shape))
     return True
@@ -344,6 +353,10 @@ def parameter_count(module: torch.nn.Module) -> int:
     return sum(
         int(_state_of(in_4_bits[id(p)]).shape.numel()) if id(p) in in_4_bits else p.numel() for p in module.parameters()
     )
+
+
+def _bytes_of(weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return weight.data.view(dtype) if weight.dtype == _POSE else weight.data
 
 
 def _in_8_bits(module: Any) -> bool:

@@ -166,6 +166,8 @@ class Sharded:
             if name in self.pieces and only in (None, name):
                 piece = self.pieces[name]
                 now = self.piece_of(tensor.detach()).to(piece.device)
+                if now.element_size() == 1:  # bytes of packed weights
+                    now, piece = now.view(torch.uint8), piece.view(torch.uint8)
                 piece.copy_(torch.where(now != piece.to(now.dtype), now.to(piece.dtype), piece))
 
     def _modules(self) -> list[Any]:
