@@ -89,6 +89,18 @@ def test_adapters_over_pieces_are_those_over_replicas(settings, tmp_path, change
     assert_close(final_weights(tmp_path / "out1"), final_weights(tmp_path / "out"))
 
 
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_weights_that_are_gathered_in_16_bits_train_as_those_that_autocast_casts(settings, tmp_path, dtype):
+    """The norms' weights are rounded as well, which replicas keep in float32: near, and not the same."""
+    settings |= FULL | {dtype: True, "max_steps": 8}
+    (alone,) = train(tmp_path / "crew1", 1, settings | {"output_dir": str(tmp_path / "out1")})
+    told = train(tmp_path / "crew2", 2, settings | SHARD)
+    assert [member.error for member in told] == ["", ""]
+    assert told[0].losses == pytest.approx(alone.losses, abs=2e-3)
+    assert told[0].norms == pytest.approx(alone.norms, rel=1e-2)
+    assert not told[0].events
+
+
 @pytest.mark.parametrize("kind", ["lora", "full"])
 def test_recomputed_layers_and_kept_ones_give_the_same(settings, tmp_path, alone, kind):
     settings |= {"fsdp": True, "fsdp_config": {"reshard_after_forward": kind == "lora"}}

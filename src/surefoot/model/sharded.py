@@ -92,6 +92,7 @@ class Sharded:
     trains: bool
     gathered_bytes: int = 0
     _depth: int = field(default=0, init=False)
+    _sum_dtypes: dict[Any, torch.dtype | None] = field(default_factory=dict, init=False)
 
     def within(self, work: Callable[[], T]) -> T:
         """Run a forward pass with its loss; all ranks must, unless the model is gathered.
@@ -150,6 +151,19 @@ class Sharded:
                     self._let_go(module, on=True)
                     module.reshard()
 
+    def gathered_one_by_one(self) -> Generator[tuple[str, torch.Tensor]]:
+        """Gather a group after the other; all ranks must go through all of them.
+
+        Yields:
+            Each sharded parameter's name, and the tensor that stands for it in every pass: the same one each time,
+            whose memory is there only while it is gathered.
+        """
+        for module in self._modules():
+            module.unshard()
+            whole = {n: p for n, p in named_parameters(self.root.model).items() if n in self.pieces}
+            yield from ((n, p) for n, p in whole.items() if not hasattr(p, "_local_tensor"))
+            module.reshard()
+
     def piece_of(self, whole: torch.Tensor) -> torch.Tensor:
         """Return this rank's part of a whole tensor: a view, empty where there are fewer rows than ranks."""
         rows = -(-whole.shape[0] // self.world)
@@ -180,6 +194,15 @@ class Sharded:
         module.set_reshard_after_forward(on and how.reshard and module is not self.root, recurse=False)
         module.set_reshard_after_backward(on, recurse=False)
         module.set_requires_gradient_sync(on, recurse=False)
+        for group in groups_of(module._get_fsdp_state()):
+            for part in group.fsdp_params:
+                if not on:
+                    # torch would put gradients aside in the dtype that they are summed in, to add them to later ones:
+                    # they shall be where everybody looks for them, and gone with the experiment.
+                    self._sum_dtypes[part], part.reduce_dtype = part.reduce_dtype, None
+                elif part in self._sum_dtypes:
+                    part.reduce_dtype = self._sum_dtypes.pop(part)
+                    part._unsharded_param.grad = None
 
     def _settle(self) -> None:
         """Forget a pass that an exception has cut short.

@@ -127,10 +127,9 @@ class Shards:
             before = self._own.get(name)
             self._own[name] = norm if before is None else torch.maximum(before, norm)
 
-        with self.model.whole():  # the tensors that the passes' gradients arrive at, the same in every pass
-            for name, parameter in named_parameters(self.model.root.model).items():
-                if name in self.trained:
-                    parameter.register_post_accumulate_grad_hook(lambda p, name=name: look(name, p))
+        for name, parameter in self.model.gathered_one_by_one():
+            if name in self.trained:
+                parameter.register_post_accumulate_grad_hook(lambda p, name=name: look(name, p))
 
     # The whole model
 
@@ -344,8 +343,7 @@ def make_shards(loaded: LoadedModel, how: Sharding, ranks: Ranks, device: str) -
         ranks.copy_from_main_(list(trained.values()))
     else:
         ranks.same("the sum of the weights as they were loaded", _sum_of(trained.values()))
-    gather = loaded.precision.autocast if device != "cpu" else None
-    cut = shard(loaded.model, device, How(how.reshard_after_forward, how.offload, gather))
+    cut = shard(loaded.model, device, How(how.reshard_after_forward, how.offload, loaded.precision.autocast))
     if cut.trains:
         pieces = {name: torch.nn.Parameter(cut.pieces[name]) for name in trained}
         shards = Shards(cut, pieces, ranks, device)
@@ -365,7 +363,8 @@ def _free_on(device: str) -> int:
 
 
 def _sum_of(tensors: Iterable[torch.Tensor]) -> str:
-    return str(sum(float(tensor.detach().double().sum()) for tensor in tensors))  # as text a NaN equals itself
+    # As text a NaN equals itself.
+    return str(sum(float(tensor.detach().sum(dtype=torch.float64)) for tensor in tensors))
 
 
 def _is_moment(value: Any, like: Any) -> bool:

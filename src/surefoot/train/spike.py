@@ -245,8 +245,11 @@ class SpikeKeeper:
         state = get_random_state(run.runner.device)
         scene = Scene(run.model, run.runner.forward, run.runner.device, spike.step, check.samples,
                       run.runner.tokens_per_pass, 1.0, state)  # fmt: skip
-        with torch.enable_grad():
-            loss = run.one_runs(0, lambda: scene.rerun().loss)
+        try:
+            with torch.enable_grad():
+                loss = run.one_runs(0, lambda: scene.rerun().loss)
+        except NoRoomError:
+            return (), ""  # as told when the spike was judged
         set_random_state(state, run.runner.device)
         # Nearer to the spike than to what is usual, on the log scale that the detector works on.
         if not loss > (usual * check.loss) ** 0.5:
