@@ -111,7 +111,10 @@ def test_yaml_json_and_command_line_mean_the_same(values, tmp_path_factory):
     expected = make_config(values, source=path)
     assert load_config(path).model_dump() == expected.model_dump()
     assert load_config(yaml_path).model_dump() == expected.model_dump()
-    assert load_config(None, [*tokens, f"output_dir={expected.output_dir}"]).model_dump() == expected.model_dump()
+    assert (
+        load_config(None, [*tokens, f"output_dir={json.dumps(expected.output_dir)}"]).model_dump()
+        == expected.model_dump()
+    )
 
 
 @pytest.mark.parametrize("info", [info for info in all_keys().values() if info.status == "works"], ids=lambda i: i.name)

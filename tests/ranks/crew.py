@@ -22,8 +22,10 @@ from surefoot.config import make_config
 from surefoot.data.order import TableOrder
 from surefoot.errors import UserError
 from surefoot.model.load import load_model
+from surefoot.model.recompute import turn_on_recompute
+from surefoot.model.sharded import groups_of, sharded
 from surefoot.model.tokenizer import load_tokenizer
-from surefoot.train import checkpoint, loop, run
+from surefoot.train import checkpoint, loop, run, shards
 from surefoot.train.events import TrainResult
 from surefoot.train.ranks import Ranks
 from surefoot.train.step import StepRunner
@@ -136,20 +138,32 @@ def plant(fault: Fault, model: Any) -> None:
         if attempt.check.step == fault.step and not state.get("done"):
             state["done"] = True
             trained = fault.kind == "weight"
-            parameter = next(p for p in run_.model.parameters() if p.requires_grad == trained and p.ndim == 2)
-            parameter.data.view(-1)[3] += 1.0
+            held = sharded(run_.model)
+            pieces = held.pieces if held else {}
+            touched = next(n for n, p in run_.model.named_parameters() if p.requires_grad == trained and p.ndim == 2)
+            pieces.get(touched, run_.model.get_parameter(touched).data).view(-1)[3] += 1.0
 
     def full(folder: Path, *rest: Any, **more: Any) -> None:
         if f"checkpoint-{fault.step}." in folder.name:
             raise OSError(28, "No space left on device")
         save(folder, *rest, **more)
 
-    save = checkpoint.save_model
+    def watched(self: shards.Shards) -> None:
+        watch(self)
+        (group,) = groups_of(self.model.root._get_fsdp_state())
+        # What is cut has other tensors while it runs, kept by torch; to gather them on one rank alone would hang.
+        group.fsdp_params[0]._unsharded_param.register_hook(lambda grad: grad * float("inf") if spent() else None)
+
+    def no_room(self: shards.Shards) -> Any:
+        raise shards.NoRoomError("the whole model takes 9.0 GiB, and rank 0 has 1.0 GiB left")
+
+    save, watch = checkpoint.save_model, shards.Shards.watch_own_gradients
     StepRunner.compute = armed
     if fault.kind in ("gradient", "flaky"):
         # In its own product, so that only this step's backward feels it.
         first = next(p for p in model.parameters() if p.requires_grad)
         first.register_hook(lambda grad: grad * float("inf") if spent() else None)
+        shards.Shards.watch_own_gradients = watched
     elif fault.kind in ("loss", "exception", "memory"):
         model.get_input_embeddings().register_forward_hook(strike)
     elif fault.kind == "data":
@@ -158,6 +172,13 @@ def plant(fault: Fault, model: Any) -> None:
         loop.apply_step = touch
     elif fault.kind == "disk":
         checkpoint.save_model = full
+    elif fault.kind == "recompute":  # no fault, but nothing that a YAML of a tiny model would bring about
+        run.recompute = lambda model, choice: turn_on_recompute(model)
+    elif fault.kind == "no room":  # and the gradient is bad as well
+        shards.Shards.whole = no_room
+        first = next(p for p in model.parameters() if p.requires_grad)
+        if os.environ["RANK"] == "1":
+            first.register_hook(lambda grad: grad * float("inf") if spent() else None)
     elif fault.kind == "row":
         model.get_input_embeddings().register_forward_hook(
             lambda module, inputs, output: torch.where(inputs[0][..., None] == BAD_TOKEN, float("nan"), output)

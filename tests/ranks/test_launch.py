@@ -18,7 +18,7 @@ from surefoot.cli import launch
 from surefoot.cli.launch import launch_command
 from surefoot.config import make_config
 from surefoot.errors import UserError
-from surefoot.train.ranks import Place, device_of
+from surefoot.train.place import Place, device_of
 
 SECONDS = 240.0
 # Put on a child's path as `sitecustomize`: flushing a file takes a while, so that a run can be met between two saves.

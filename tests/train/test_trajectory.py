@@ -99,7 +99,7 @@ def test_eager_attention_equals_sdpa(settings, start):
 
 def test_recompute_equals_keeping(settings, start, monkeypatch):
     kept, _ = start(settings)
-    monkeypatch.setattr("surefoot.train.run.free_memory", lambda device: 0)
+    monkeypatch.setattr("surefoot.train.memory_plan.free_memory", lambda device: 0)
     again, _ = start(settings | {"overwrite_output_dir": True, "memory": 1000})
     assert any("recomputed" in message for message in again.messages)
     assert_same_losses(kept.losses, again.losses)

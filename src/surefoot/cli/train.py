@@ -34,7 +34,8 @@ def train(ctx: typer.Context, debug: bool = typer.Option(False, "--debug", help=
         from surefoot.cli.console import make_console
         from surefoot.run.folder import RunFolder
         from surefoot.run.job import run_job
-        from surefoot.train.ranks import OtherRankError, Place
+        from surefoot.train.place import Place
+        from surefoot.train.ranks import OtherRankError
 
         folder, place = RunFolder.of(cfg), Place.of(os.environ)
         crash.path = folder.crash_report

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from surefoot.config.key import TRAIN, Purpose
-from surefoot.errors import Problem
+from surefoot.config.sharding import ELEMENTWISE, read_sharding
+from surefoot.errors import Problem, UserError
 
 Values = dict[str, Any]
 
@@ -34,6 +35,7 @@ def contradictions(values: Values, given: Values, purpose: Purpose) -> Iterator[
         yield from _data(values, given)
         yield from _stage(values)
         yield from _weights(values)
+        yield from _sharding(values)
         yield from _run(values, given)
         yield from _evaluation(values)
     if purpose == "chat" and values["do_sample"] and values["temperature"] == 0:
@@ -95,6 +97,24 @@ def _fp8(values: Values) -> Iterator[Problem]:
         yield Problem("does not go with `quantization_bit`", "remove one of them", key="fp8")
     if values["compile"] is False:
         yield Problem("is computed by compiled layers", "remove `compile: false`", key="fp8")
+
+
+def _sharding(values: Values) -> Iterator[Problem]:
+    """Check what `fsdp` asks for, and what does not go with a model in pieces."""
+    try:
+        asked = read_sharding(values["fsdp"], values["fsdp_config"])
+    except UserError as error:
+        yield from error.problems
+        return
+    if asked is None:
+        return
+    if values["fp8"]:
+        yield Problem("holds whole weights beside those that `fsdp` shards", "remove one of them", key="fp8")
+    if values["finetuning_type"] != "lora" and values["optim"] not in ELEMENTWISE:
+        message = f"{values['optim']} looks at whole matrices, of which `fsdp` leaves each process some rows"
+        yield Problem(message, f"use one of {', '.join(ELEMENTWISE)}, or remove `fsdp`", key="optim")
+    if values["deepspeed"]:
+        yield Problem("cannot be joined with `deepspeed`", "keep one of them", key="fsdp")
 
 
 def _device(values: Values, given: Values) -> Iterator[Problem]:

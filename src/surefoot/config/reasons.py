@@ -163,8 +163,12 @@ WITH_GENERATE = only_with("predict_with_generate")
 WITH_KT = only_with("use_kt")
 WITH_HYPER_PARALLEL = only_with("use_hyper_parallel")
 WITH_PISSA = only_with("pissa_init")
-WITH_FSDP = only_with("fsdp")
 WITH_EXPORT_BITS = only_with("export_quantization_bit")
+
+SHARD_LAYERS = Reason(
+    "With `fsdp` each decoder layer is sharded by itself.",
+    "使用 `fsdp` 时，每个解码层单独切分。",
+)
 
 # Not yet: refused by name, with what to use instead.
 ONE_DEVICE = Reason(
@@ -212,8 +216,8 @@ BACKENDS = Reason(
     "不支持其他训练后端；请去掉该键，使用 Surefoot 自己的训练循环。",
 )
 DISTRIBUTED = Reason(
-    "A model is not sharded yet; leave it out: `surefoot train` uses every card, each with the whole model.",
-    "尚不支持切分模型；请去掉该键：`surefoot train` 会使用所有卡，每张卡保存完整模型。",
+    "Leave it out: `surefoot train` uses every card, each with the whole model, or shards it by `fsdp: full_shard`.",
+    "请去掉该键：`surefoot train` 会使用所有卡，每张卡保存完整模型；或用 `fsdp: full_shard` 切分模型。",
 )
 PREFERENCES = Reason(
     "Preference stages come in a later version; `stage: sft` on the chosen answers trains today.",

@@ -211,13 +211,38 @@ def check_gradients(
         The verdict, on the device.
     """
     named = [(name, p.grad) for name, p in trained.items() if p.grad is not None]
+    norms_N = torch.stack(torch._foreach_norm([grad for _, grad in named], 2.0, dtype=torch.float32))
+    return check_norms(step, [name for name, _ in named], norms_N, losses, rows, loss_scale)
+
+
+def check_norms(
+    step: int,
+    names: list[str],
+    norms_N: torch.Tensor,
+    losses: list[torch.Tensor],
+    rows: list[tuple[str, ...]],
+    loss_scale: float,
+) -> DeviceCheck:
+    """Judge a step's losses and the norms of its gradients without reading anything back.
+
+    Args:
+        step: the step, counted from 1.
+        names: of the trained tensors that have a gradient.
+        norms_N: L2 norms of those, with the loss scale on them, float32 [tensors].
+        losses: share of each pass in the step's loss, scalars.
+        rows: the row ids of each pass.
+        loss_scale: that the norms still carry.
+
+    Returns:
+        The verdict, on the device.
+    """
     losses_P = torch.stack([loss.float() for loss in losses])
-    norms_N = torch.stack(torch._foreach_norm([grad for _, grad in named], 2.0, dtype=torch.float32)) / loss_scale
+    norms_N = norms_N / loss_scale
     norm = torch.linalg.vector_norm(norms_N)
     bad = (~(norm.isfinite() & losses_P.isfinite().all())).float()
     none = torch.zeros_like(bad)
     return DeviceCheck(
-        step, [name for name, _ in named], rows, loss_scale, losses_P, norms_N, norm, bad,
+        step, names, rows, loss_scale, losses_P, norms_N, norm, bad,
         weights_bad=none, state_changed=none, moments_lost=none, clip=torch.ones_like(norm), chance=none,
     )  # fmt: skip
 

@@ -10,6 +10,7 @@ import torch
 
 from surefoot.guard.names import leaf_name
 from surefoot.model.quantized import is_quantized, named_states, restore_quantized, state_tensors, weight_of
+from surefoot.model.sharded import sharded
 from surefoot.model.source import safetensors_header, weight_files
 
 if TYPE_CHECKING:
@@ -82,10 +83,13 @@ class WeightChecksums:
             return False
         written = [parameter.data, *(state_tensors(module).values() if is_quantized(module) else ())]
         damaged = [tensor.clone() for tensor in written]
-        if reload_tensor(model, name, model_folder) and name not in self.changed(model):
-            return True
+        if reload_tensor(model, name, model_folder):
+            _keep_pieces(model, parameter)
+            if name not in self.changed(model):
+                return True
         for tensor, before in zip(written, damaged, strict=True):
             tensor.copy_(before)
+        _keep_pieces(model, parameter)
         return False
 
 
@@ -172,9 +176,18 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.permute(dense).contiguous().reshape(-1)
 
 
+def _keep_pieces(model: nn.Module, parameter: nn.Parameter) -> None:
+    """Put what was written into a gathered weight into this rank's piece of it."""
+    held = sharded(model)
+    if held is not None:
+        held.write_back(next(name for name, p in model.named_parameters() if p is parameter))
+
+
 def _frozen(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    held = sharded(model)
     for name, parameter in model.named_parameters():
-        data = parameter.data
+        # Of a sharded model each rank looks at its own pieces, whether they are gathered now or not.
+        data = parameter.data if held is None or name not in held.pieces else held.pieces[name]
         # A tensor subclass (quantised, sharded) has no plain memory of its own; a meta tensor has none at all.
         if not parameter.requires_grad and type(data) is torch.Tensor and data.numel() and not data.is_meta:
             yield name, data

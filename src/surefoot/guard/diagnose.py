@@ -21,7 +21,7 @@ from surefoot.guard.scene import Rerun, Scene
 from surefoot.guard.trace import Peak, Trace, trace
 from surefoot.model.compiled import compiled_layers
 from surefoot.model.forward import base_of
-from surefoot.model.quantized import named_states
+from surefoot.model.quantized import holds_numbers, named_states
 from surefoot.model.variants import in_float32, reference_kernels, without_compile
 
 # r3 divides the loss scale by this, and again, until it is 1: a gradient that overflows by more is not the scale's.
@@ -93,7 +93,7 @@ def bad_leaves(model: torch.nn.Module) -> list[tuple[str, bool]]:
     named = [(name, p, p.requires_grad) for name, p in model.named_parameters()]
     named += [(name, b, False) for name, b in model.named_buffers()]
     named += [(name, state, False) for name, state in named_states(model)]
-    floating = [(name, t, trained) for name, t, trained in named if t.is_floating_point() and t.numel()]
+    floating = [(name, t, trained) for name, t, trained in named if holds_numbers(t) and t.numel()]
     if not floating:
         return []
     # Rotary frequencies and masks are small; weights are read once. A sum would overflow, the peak does not.

@@ -14,6 +14,7 @@ from surefoot.data.batch import count_trained, next_token_targets, pack, split_i
 from surefoot.data.messages import IGNORE_INDEX, Sample
 from surefoot.guard.diagnosis import Diagnosis
 from surefoot.guard.scene import Scene
+from surefoot.model.quantized import holds_numbers
 from surefoot.model.randomness import set_random_state
 
 if TYPE_CHECKING:
@@ -151,7 +152,7 @@ def compute_dtype(scene: Scene) -> torch.dtype:
     """Return the dtype of the model's matrix products."""
     if scene.forward.autocast is not None:
         return scene.forward.autocast
-    floats = [p.dtype for p in scene.forward.model.parameters() if p.is_floating_point()]
+    floats = [p.dtype for p in scene.forward.model.parameters() if holds_numbers(p)]
     return min(floats, key=lambda dtype: dtype.itemsize)
 
 

@@ -18,7 +18,8 @@ from surefoot.guard.preflight_base import Finding, compute_dtype
 from surefoot.guard.preflight_vocabulary import head_matrix, input_matrix
 from surefoot.guard.scene import Scene
 from surefoot.model.forward import base_of
-from surefoot.model.quantized import named_states, weight_of
+from surefoot.model.quantized import holds_numbers, named_states, weight_of
+from surefoot.model.sharded import sharded
 
 SHOWN = 8
 # AdamW moves a weight by about the learning rate at its first steps. When fewer weights than this could move at all, a
@@ -112,6 +113,9 @@ def check_trainables(scene: Scene, learning_rate: float | None) -> Finding | Non
     Returns:
         OPTIMIZER for float16, STAGNATION for bfloat16 whose weights could not move; None when all are wider.
     """
+    held = sharded(scene.model)
+    if held is not None and held.trains:
+        return None  # what is gathered for a pass may be narrower than the pieces that are trained: those are float32
     short = {n: p for n, p in scene.trained_parameters().items() if p.dtype in (torch.float16, torch.bfloat16)}
     if not short:
         return None
@@ -207,7 +211,7 @@ def _judged(model: Any) -> Iterator[tuple[str, torch.Tensor, bool]]:
 
 
 def _can_look(tensor: torch.Tensor) -> bool:
-    return (tensor.is_floating_point() or tensor.is_complex()) and tensor.numel() > 0 and not tensor.is_meta
+    return holds_numbers(tensor) and tensor.numel() > 0 and not tensor.is_meta
 
 
 def _describe(name: str, tensor: torch.Tensor) -> str:

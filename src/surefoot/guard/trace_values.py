@@ -12,6 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from surefoot.data.batch import PackedBatch
 from surefoot.guard.diagnosis import Phase, Place
+from surefoot.model.quantized import holds_numbers
 
 # Entries of dead storages are swept out when a ledger has grown by this many.
 _SWEEP = 20_000
@@ -118,7 +119,8 @@ def measurable(value: Any) -> bool:
     """Tell whether a value is a tensor whose range can be taken."""
     return (
         isinstance(value, torch.Tensor)
-        and value.is_floating_point()
+        and holds_numbers(value)
+        and not value.is_complex()
         and value.layout is torch.strided
         and value.device.type != "meta"
         and value.numel() > 0

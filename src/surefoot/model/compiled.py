@@ -13,6 +13,7 @@ import os
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -116,8 +117,14 @@ def start_compiling(
     from surefoot.model.lora_group import group_lora
 
     warm_up = warm_up or _WarmUp(_say_nothing)
-    groups = group_lora(layer, narrow=fp8)
+    # The weights of a sharded layer are torch's to place: none can be moved beside another.
+    groups = [] if is_sharded(layer) else group_lora(layer, narrow=fp8)
     layer._compiled_call_impl = _CompiledLayer(layer, name or type(layer).__name__, groups, warm_up, options)
+
+
+def is_sharded(layer: torch.nn.Module) -> bool:
+    """Tell whether a layer's weights are gathered for each pass, by hooks around its forward."""
+    return hasattr(layer, "unshard")
 
 
 def stop_compiling(layer: torch.nn.Module) -> None:
@@ -139,11 +146,26 @@ class _CompiledLayer:
         self.settings = _compiler_settings()
         warm_up.awaited += 1
         chosen: dict[str, Any] = {"dynamic": True, "fullgraph": True} | options
-        self.call: Callable[..., Any] = torch.compile(layer._call_impl, **chosen)
+        self.sharded = is_sharded(layer)
+        self.eager = MethodType(type(layer).forward, layer) if self.sharded else layer._call_impl
+        self.call: Callable[..., Any] = torch.compile(self.eager, **chosen)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch._C._len_torch_dispatch_stack():
             return self.layer._call_impl(*args, **kwargs)  # somebody watches each operation: none may be hidden
+        if not self.sharded:
+            return self._compiled(*args, **kwargs)
+        own = vars(self.layer)
+        if "forward" in own:
+            return self.layer._call_impl(*args, **kwargs)  # something stands in for it already
+        # The hooks that gather weights hold collectives, which are no part of a graph: only the forward is compiled.
+        own["forward"] = self._compiled
+        try:
+            return self.layer._call_impl(*args, **kwargs)
+        finally:
+            del own["forward"]
+
+    def _compiled(self, *args: Any, **kwargs: Any) -> Any:
         for group in self.groups:
             group.look()
         layout = kwargs.get("packed_layout")
@@ -157,7 +179,7 @@ class _CompiledLayer:
         except _failures() as error:
             stop_compiling(self.layer)
             self.warm_up.failed(self.name, error)
-            output = self.layer._call_impl(*args, **kwargs)
+            output = self.eager(*args, **kwargs)
         if not self.called:
             self.called = True
             self.warm_up.first_call(time.perf_counter() - began)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +28,7 @@ class LossForward:
         upcast: make the logits in float32.
         label_smoothing: share of the target spread over the vocabulary; training only.
         round_to: passes are filled up to a multiple of this many tokens, where layers are compiled.
+        within: runs a forward pass where weights are gathered for it; None where they are all there.
     """
 
     model: Any
@@ -37,6 +39,7 @@ class LossForward:
     upcast: bool = False
     label_smoothing: float = 0.0
     round_to: int = 1
+    within: Callable[[Callable[[], Any]], Any] | None = None
 
     def __call__(self, batch: PackedBatch) -> LossSums:
         """Run the model forward on a packed batch.
@@ -48,6 +51,16 @@ class LossForward:
             The loss summed over the trained tokens, with its graph, the count of correct predictions, and the loss by
             chance.
         """
+        if self.within is None:
+            return self._sums(batch)
+
+        def work() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+            sums = self._sums(batch)
+            return sums.loss, sums.correct, sums.chance
+
+        return LossSums(*self.within(work))
+
+    def _sums(self, batch: PackedBatch) -> LossSums:
         smoothing = self.label_smoothing if self.model.training else 0.0
         with self.precision(batch.input_ids_1T.device.type):
             if not self.chunked:
@@ -60,6 +73,17 @@ class LossForward:
             hidden_KM, head.weight, head.bias, batch.targets_K,
             shape=self.shape, label_smoothing=smoothing, upcast=self.upcast,
         )  # fmt: skip
+
+    def run(self, work: Callable[[], Any]) -> Any:
+        """Run the model in a way of the caller's own, with its weights there.
+
+        Args:
+            work: what runs it; returns a plain tuple where it returns several tensors.
+
+        Returns:
+            What it returned.
+        """
+        return work() if self.within is None else self.within(work)
 
     def hidden(self, batch: PackedBatch) -> torch.Tensor:
         """Return the final hidden states of a packed batch, [tokens, width]."""

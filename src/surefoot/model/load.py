@@ -51,13 +51,15 @@ class LoadedModel:
         return trained, parameter_count(self.model)
 
 
-def load_model(cfg: Config, tokenizer: PreTrainedTokenizerBase, device: str) -> LoadedModel:
+def load_model(cfg: Config, tokenizer: PreTrainedTokenizerBase, device: str, *, on_host: bool = False) -> LoadedModel:
     """Load the model of a training run.
 
     Args:
         cfg: the YAML.
         tokenizer: its tokenizer, with all added tokens.
         device: where the model shall live, as torch names it.
+        on_host: leave it in the host's memory, to be cut before it goes to the device. A base that is packed in 4 or
+            8 bits is on the device all the same, where it was packed.
 
     Returns:
         The model on its device, with trainable parameters marked.
@@ -101,7 +103,9 @@ def load_model(cfg: Config, tokenizer: PreTrainedTokenizerBase, device: str) -> 
         fuse_quantized(wrapped)
     own_attention = use_packed_attention(model)
     model.config.use_cache = False
-    return LoadedModel(wrapped.to(device), precision, own_attention, tuple(notes))
+    return LoadedModel(
+        wrapped if on_host and not quantized else wrapped.to(device), precision, own_attention, tuple(notes)
+    )
 
 
 def load_for_inference(

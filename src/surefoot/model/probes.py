@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch.nn import functional as F
 
-from surefoot.data.batch import pack
+from surefoot.data.batch import PackedBatch, pack
 from surefoot.data.messages import Sample
 from surefoot.model.forward import LossForward, base_of, logit_shape, trained_head
 from surefoot.model.loss import LogitShape
@@ -37,7 +37,15 @@ class PackingVerdict:
     reason: str
 
 
-def build_forward(model: Any, autocast: torch.dtype | None, *, upcast: bool, label_smoothing: float) -> LossForward:
+def build_forward(
+    model: Any,
+    autocast: torch.dtype | None,
+    *,
+    upcast: bool,
+    label_smoothing: float,
+    within: Callable[[Callable[[], Any]], Any] | None = None,
+    device: str | None = None,
+) -> LossForward:
     """Choose how a model's loss is computed.
 
     Args:
@@ -45,6 +53,8 @@ def build_forward(model: Any, autocast: torch.dtype | None, *, upcast: bool, lab
         autocast: dtype of matrix products, or None.
         upcast: make the logits in float32.
         label_smoothing: share of the target spread over the vocabulary.
+        within: see `LossForward`.
+        device: where the model runs; None for where its weights are.
 
     Returns:
         The forward; chunked when the head is a plain linear and the probe agrees.
@@ -53,42 +63,50 @@ def build_forward(model: Any, autocast: torch.dtype | None, *, upcast: bool, lab
     shape = logit_shape(base.config.get_text_config())
     head = trained_head(base)
     plain = type(head) is torch.nn.Linear
-    forward = LossForward(base, autocast, shape, plain, True, upcast, label_smoothing)
+    forward = LossForward(base, autocast, shape, plain, True, upcast, label_smoothing, within=within)
     if plain:
-        forward.chunked = _head_agrees(forward, head, shape)
+        where = torch.device(device) if device else next(base.parameters()).device
+        forward.chunked = _head_agrees(forward, head, shape, where)
     return forward
 
 
 @torch.no_grad()
-def check_packing(forward: LossForward, own_attention: str, samples: Sequence[Sample]) -> PackingVerdict:
+def check_packing(
+    forward: LossForward, own_attention: str, samples: Sequence[Sample], device: str | None = None
+) -> PackingVerdict:
     """Compare two rows packed together with the same rows alone, through the model's own attention.
 
     Args:
         forward: of the loaded model, which is put back as it was.
         own_attention: the model's own attention implementation, by transformers' name.
         samples: training items to take two short rows from.
+        device: where the model runs; None for where its weights are.
 
     Returns:
         The verdict.
     """
     base = forward.model
-    device = next(base.parameters()).device
+    where = torch.device(device) if device else next(base.parameters()).device
     rows = [_shortened(sample) for sample in samples[:2]]
     rows = rows if len(rows) == 2 else rows * 2
     was_training, name = base.training, base.config._attn_implementation
     base.eval()
     try:
-        with forward.precision(device.type):
-            packed_TM = forward.hidden(pack(rows).to(device)).float()
+        with forward.precision(where.type):
+            packed_TM = forward.run(lambda: forward.hidden(pack(rows).to(where))).float()
             _set_attention(base, own_attention)
             decoder = base.get_decoder()
-            alone = [decoder(input_ids=_ids(row, device), use_cache=False).last_hidden_state[0].float() for row in rows]
+            ids = [_ids(row, where) for row in rows]
+            alone = [
+                forward.run(lambda ids_1L=ids_1L: decoder(input_ids=ids_1L, use_cache=False).last_hidden_state)
+                for ids_1L in ids
+            ]
     except NotImplementedError as error:
         return PackingVerdict(False, None, str(error))
     finally:
         _set_attention(base, name)
         base.train(was_training)
-    alone_TM = torch.cat(alone)
+    alone_TM = torch.cat([hidden_1TM[0].float() for hidden_1TM in alone])
     if not alone_TM.isfinite().all():
         return PackingVerdict(True, None, "")  # nothing to compare: the guard names what is not finite
     difference = float((packed_TM - alone_TM).abs().max() / alone_TM.abs().max().clamp_min(1e-9))
@@ -99,18 +117,16 @@ def check_packing(forward: LossForward, own_attention: str, samples: Sequence[Sa
 
 
 @torch.no_grad()
-def _head_agrees(forward: LossForward, head: Any, shape: LogitShape) -> bool:
+def _head_agrees(forward: LossForward, head: Any, shape: LogitShape, device: torch.device) -> bool:
     base = forward.model
-    device = next(base.parameters()).device
     ids = np.arange(1, 1 + PROBE_TOKENS, dtype=np.int32) % base.config.get_text_config().vocab_size
     batch = pack([Sample(("probe",), ids, ids, (len(ids),))]).to(device)
     was_training = base.training
     base.eval()
     try:
         with forward.precision(device.type):
-            own_KV = forward.logits(batch).float()
-            hidden_KM = forward.hidden(batch).index_select(0, batch.trained_K)
-            ours_KV = F.linear(hidden_KM.to(head.weight.dtype), head.weight, head.bias).float() * shape.scale
+            own_KV = forward.run(lambda: forward.logits(batch)).float()
+            ours_KV = forward.run(lambda: _by_head(forward, head, batch)).float() * shape.scale
     except (NotImplementedError, TypeError):  # a model without packed layout or logits_to_keep: see check_packing
         return False
     finally:
@@ -120,6 +136,11 @@ def _head_agrees(forward: LossForward, head: Any, shape: LogitShape) -> bool:
     dtype = forward.autocast or head.weight.dtype
     bound = TOLERANCE.get(dtype, 1e-3) * own_KV.abs().max().clamp_min(1e-9)
     return bool((own_KV - ours_KV).abs().max() <= bound)
+
+
+def _by_head(forward: LossForward, head: Any, batch: PackedBatch) -> torch.Tensor:
+    hidden_KM = forward.hidden(batch).index_select(0, batch.trained_K)
+    return F.linear(hidden_KM.to(head.weight.dtype), head.weight, head.bias)
 
 
 def _set_attention(base: Any, name: str) -> None:

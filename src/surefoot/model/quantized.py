@@ -27,6 +27,10 @@ if TYPE_CHECKING:
 
 REQUIREMENT = "bitsandbytes>=0.50.2"
 PACKED = ("Params4bit", "Int8Params")  # bitsandbytes' parameter classes, known by name: no import to ask
+# What packed bytes pose as where torch cuts weights: 2.11 cuts floating parameters only (2.13 others too). No model's
+# numbers are in this dtype, and `holds_numbers` says so to whoever looks at weights.
+_POSE = torch.float8_e5m2fnuz
+_STATE = "_surefoot_state"  # in the own __dict__ of a module whose packed weight is a plain tensor: what belongs to it
 BLOCK, SECOND_BLOCK = 64, 256  # weights that share a scale, and scales that share a second one (bitsandbytes' own)
 OTHER_METHODS = ("gptq", "awq", "aqlm", "quanto", "eetq", "hqq")
 _SAMPLE = 256  # values of the trial
@@ -148,13 +152,13 @@ def require_bitsandbytes(device: str) -> None:
 
 def describe(model: Any) -> str:
     """Say what a quantised base is held in, for the person; "" when nothing is quantised."""
-    packed = next((module for module in model.modules() if is_quantized(module)), None)
+    packed: Any = next((module for module in model.modules() if is_quantized(module)), None)
     if packed is None:
         return ""
     version = importlib.metadata.version("bitsandbytes")
-    if type(packed.weight).__name__ == "Int8Params":
+    if _in_8_bits(packed):
         return f"Base: 8 bit weights (bitsandbytes {version})."
-    state = packed.weight.quant_state
+    state = _state_of(packed)
     double = ", double quantisation" if state.nested else ""
     size = quantized_bytes_per_parameter(4, state.nested)
     return f"Base: 4 bit weights, {state.quant_type}{double} (bitsandbytes {version}), {size:.2f} bytes each."
@@ -162,7 +166,31 @@ def describe(model: Any) -> str:
 
 def is_quantized(module: torch.nn.Module) -> bool:
     """Tell whether a module's own weight is packed by bitsandbytes."""
-    return type(module._parameters.get("weight")).__name__ in PACKED
+    return _STATE in vars(module) or type(module._parameters.get("weight")).__name__ in PACKED
+
+
+def detach_states(model: torch.nn.Module, device: str) -> None:
+    """Hold packed weights as plain parameters and their states at their modules, so that torch can cut the weights.
+
+    Args:
+        model: changed in place.
+        device: where the states shall be.
+    """
+    packed: list[Any] = [module for module in model.modules() if is_quantized(module) and _STATE not in vars(module)]
+    for module in packed:
+        if _in_8_bits(module):
+            state = _row_scales(module).to(device)
+        else:
+            state = module.weight.quant_state
+            state.to(device)
+        vars(module)[_STATE] = state
+        plain = module.weight.data.as_subclass(torch.Tensor).view(_POSE)
+        module.weight = torch.nn.Parameter(plain, requires_grad=False)
+
+
+def holds_numbers(tensor: torch.Tensor) -> bool:
+    """Tell whether a tensor holds numbers that can be finite or not: floating ones, and no packed bytes."""
+    return (tensor.is_floating_point() or tensor.is_complex()) and tensor.dtype != _POSE
 
 
 class Packed(NamedTuple):
@@ -192,10 +220,10 @@ def packed_parts(base_layer: Any) -> Packed:
         The parts, in place, not copies.
     """
     weight, shape = base_layer.weight, [base_layer.out_features, base_layer.in_features]
-    if type(weight).__name__ == "Int8Params":
-        return Packed([weight.data, _row_scales(base_layer)], "int8", [], shape)
-    state = weight.quant_state
-    tensors, blocks = [weight.data, state.absmax], [state.blocksize]
+    if _in_8_bits(base_layer):
+        return Packed([_bytes_of(weight, torch.int8), _row_scales(base_layer)], "int8", [], shape)
+    state = _state_of(base_layer)
+    tensors, blocks = [_bytes_of(weight, torch.uint8), state.absmax], [state.blocksize]
     if state.nested:
         tensors += [state.state2.absmax, state.state2.code, state.offset]
         blocks += [state.state2.blocksize]
@@ -253,9 +281,9 @@ def state_tensors(module: Any) -> dict[str, torch.Tensor]:
         The tensors by the names that files have for them: "absmax", "quant_map", "nested_absmax", "nested_quant_map"
         and "nested_offset" for 4 bits, "SCB" for 8. In place, not copies.
     """
-    if type(module.weight).__name__ == "Int8Params":
+    if _in_8_bits(module):
         return {"SCB": _row_scales(module)}
-    state = module.weight.quant_state
+    state = _state_of(module)
     found = {"absmax": state.absmax, "quant_map": state.code}
     if state.nested:
         found |= {"nested_absmax": state.state2.absmax, "nested_quant_map": state.state2.code}
@@ -303,7 +331,7 @@ def restore_quantized(module: Any, read: Callable[[str], torch.Tensor | None]) -
     fresh = _as_stored(states, stored, read) if as_stored else _packed_again(module, stored)
     if fresh is None or fresh[0].numel() != module.weight.numel() or fresh[1].keys() != states.keys():
         return False
-    module.weight.data.copy_(fresh[0].view(module.weight.shape))
+    _bytes_of(module.weight, fresh[0].dtype).copy_(fresh[0].view(module.weight.shape))
     for part, tensor in fresh[1].items():
         states[part].copy_(tensor.view(states[part].shape))
     return True
@@ -320,16 +348,32 @@ def hold_as_bytes(model: torch.nn.Module) -> None:
 
 def parameter_count(module: torch.nn.Module) -> int:
     """Count a model's parameters; a packed byte of a 4-bit weight holds two."""
-    return sum(_values_in(parameter) for parameter in module.parameters())
+    packed: dict[int, Any] = {id(part.weight): part for part in module.modules() if is_quantized(part)}
+    in_4_bits = {key: part for key, part in packed.items() if not _in_8_bits(part)}
+    return sum(
+        int(_state_of(in_4_bits[id(p)]).shape.numel()) if id(p) in in_4_bits else p.numel() for p in module.parameters()
+    )
 
 
-def _values_in(parameter: Any) -> int:
-    packed = type(parameter).__name__ == "Params4bit"
-    return int(parameter.quant_state.shape.numel() if packed else parameter.numel())
+def _bytes_of(weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return weight.data.view(dtype) if weight.dtype == _POSE else weight.data
+
+
+def _in_8_bits(module: Any) -> bool:
+    held = vars(module).get(_STATE)
+    return type(module.weight).__name__ == "Int8Params" if held is None else isinstance(held, torch.Tensor)
+
+
+def _state_of(module: Any) -> Any:
+    """Return bitsandbytes' state of a 4-bit weight."""
+    held = vars(module).get(_STATE)
+    return module.weight.quant_state if held is None else held
 
 
 def _row_scales(module: Any) -> torch.Tensor:
     """Return the largest value of each output row; bitsandbytes moves it at the first forward of its own."""
+    if _STATE in vars(module):
+        return vars(module)[_STATE]
     scales = module.weight.SCB
     return module.state.SCB if scales is None else scales
 
@@ -343,10 +387,10 @@ def _packed_again(module: Any, stored_OI: torch.Tensor) -> tuple[torch.Tensor, d
     if tuple(stored_OI.shape) != (module.out_features, module.in_features):
         return None
     device = module.weight.device
-    if type(module.weight).__name__ == "Int8Params":
+    if _in_8_bits(module):
         packed, scales, _ = functional.int8_vectorwise_quant(stored_OI.contiguous().to(device, torch.float16))
         return packed, {"SCB": scales}
-    old = module.weight.quant_state
+    old = _state_of(module)
     packed, state = functional.quantize_4bit(
         stored_OI.to(old.dtype).contiguous().to(device),
         blocksize=old.blocksize, compress_statistics=old.nested, quant_type=old.quant_type,

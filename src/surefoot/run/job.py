@@ -75,7 +75,8 @@ def run_job(cfg: Config, console: Console) -> JobResult:
     """
     from surefoot.machine.device import choose_device
     from surefoot.machine.network import tie_to_network
-    from surefoot.train.ranks import Place, Ranks, device_of
+    from surefoot.train.place import Place, device_of
+    from surefoot.train.ranks import Ranks
 
     def say(message: str) -> None:
         console.print(message, highlight=False, markup=False, soft_wrap=True)
@@ -114,6 +115,7 @@ def _run(
     applied: list[dict[str, Any]],
 ) -> JobResult:
     """Prepare the data, load the model and train, in this process of the run."""
+    from surefoot.config.sharding import sharding_of
     from surefoot.data.prepare import prepare_data
     from surefoot.model.load import load_model
     from surefoot.train.run import run_training
@@ -130,7 +132,8 @@ def _run(
             )
         )  # fmt: skip
     data.report.render(console)
-    loaded = load_model(cfg, tokenizer, device)
+    sharded = sharding_of(cfg, os.environ) is not None and not ranks.alone
+    loaded = load_model(cfg, tokenizer, device, on_host=sharded)
     for note in loaded.notes:
         say(note)
     is_adapter = cfg.finetuning_type == "lora"

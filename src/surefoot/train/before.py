@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 from surefoot.data.batch import count_trained
 from surefoot.errors import WorkError
@@ -13,6 +14,7 @@ from surefoot.guard.scene import Scene
 from surefoot.model.randomness import get_random_state, set_random_state
 from surefoot.train.gate import Gate
 from surefoot.train.optimizer import build_optimizer, build_scheduler
+from surefoot.train.shards import NoRoomError
 
 if TYPE_CHECKING:
     from surefoot.train.loop import Run
@@ -30,6 +32,15 @@ def look_before_training(run: Run) -> None:
     """
     random_state = get_random_state(run.runner.device)
     run.guard.repair_scale(run)
+    try:
+        with run.whole():
+            _look(run, random_state)
+    except NoRoomError as error:
+        run.tell(f"Guard: nothing is looked at before step 1: {error.problems[0].message}.")
+    run.guard.start(run, random_state)
+
+
+def _look(run: Run, random_state: dict[str, Any]) -> None:
     if run.guard.mode != "off" and run.cfg.guard_preflight and run.state.step == 0:
         samples = tuple(run.samples_of(0))
         runner = run.runner
@@ -45,7 +56,6 @@ def look_before_training(run: Run) -> None:
             _take_up_new_parameters(run)
             run.model.zero_grad(set_to_none=True)
         set_random_state(random_state, run.runner.device)
-    run.guard.start(run, random_state)
 
 
 def _alike(run: Run, findings: list[Finding]) -> list[Finding]:
@@ -63,6 +73,8 @@ def _alike(run: Run, findings: list[Finding]) -> list[Finding]:
 
 def _take_up_new_parameters(run: Run) -> None:
     """Build the optimizer again if a cure has put other parameters in place (a head tied to its embedding)."""
+    if run.cut:
+        return  # no cure is applied there
     trained = {name: p for name, p in run.model.named_parameters() if p.requires_grad}
     if [id(p) for p in trained.values()] == [id(p) for p in run.runner.trained.values()]:
         return
@@ -74,6 +86,9 @@ def _take_up_new_parameters(run: Run) -> None:
 
 def _act(run: Run, finding: Finding) -> None:
     guard, diagnosis = run.guard, finding.diagnosis
+    if finding.cure is not None and run.runner.shards is not None:
+        # A cure puts other tensors in the places of weights, where torch holds its pieces.
+        finding = replace(finding, cure=None, action="It cannot be cured while fsdp shards the model.")
     heals = guard.mode == "heal" and (finding.cure is not None or bool(finding.changes))
     action = finding.action if heals or not finding.serious else "stopped before step 1"
     guard.journal.write("preflight", diagnosis, action=action, verified=True if heals else None)

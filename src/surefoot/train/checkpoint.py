@@ -46,6 +46,7 @@ def save_checkpoint(
     state: dict[str, Any],
     *,
     with_embeddings: bool = False,
+    weights: dict[str, Any] | None = None,
 ) -> Path:
     """Write a checkpoint whole and verify it.
 
@@ -57,6 +58,7 @@ def save_checkpoint(
         tensors: "optimizer.pt", "scheduler.pt" and "rng_state.pth" with what goes into each; None saves weights only.
         state: counters and fingerprint, as JSON.
         with_embeddings: as for `save_model`.
+        weights: as for `save_model`.
 
     Returns:
         The checkpoint's folder.
@@ -67,7 +69,7 @@ def save_checkpoint(
     """
     folder = output_dir / f"checkpoint-{step}"
     with whole_folder(folder) as temporary:
-        save_model(temporary, model, tokenizer, with_embeddings=with_embeddings)
+        save_model(temporary, model, tokenizer, with_embeddings=with_embeddings, weights=weights)
         for name, content in (tensors or {}).items():
             _save_tensors(temporary / name, content)
         write_json(temporary / "trainer_state.json", {
@@ -80,7 +82,14 @@ def save_checkpoint(
     return folder
 
 
-def save_model(folder: Path, model: Any, tokenizer: Any, *, with_embeddings: bool = False) -> None:
+def save_model(
+    folder: Path,
+    model: Any,
+    tokenizer: Any,
+    *,
+    with_embeddings: bool = False,
+    weights: dict[str, Any] | None = None,
+) -> None:
     """Save weights (an adapter, for PEFT) as safetensors, with the tokenizer.
 
     Args:
@@ -88,13 +97,15 @@ def save_model(folder: Path, model: Any, tokenizer: Any, *, with_embeddings: boo
         model: a transformers or PEFT model.
         tokenizer: its tokenizer.
         with_embeddings: save frozen embeddings with an adapter, because they are not those of the base model's files.
+        weights: the model's `state_dict` with whole tensors, where the model itself holds pieces; None for its own.
     """
+    more: dict[str, Any] = {} if weights is None else {"state_dict": weights}
     if hasattr(model, "peft_config"):
         # Named explicitly: "auto" would ask the hub whether the vocabulary has changed.
-        model.save_pretrained(folder, save_embedding_layers=with_embeddings)
+        model.save_pretrained(folder, save_embedding_layers=with_embeddings, **more)
         (folder / "README.md").unlink(missing_ok=True)  # PEFT's card; the run writes its own
     else:
-        model.save_pretrained(folder)
+        model.save_pretrained(folder, **more)
     tokenizer.save_pretrained(folder)
 
 

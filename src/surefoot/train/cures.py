@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 
 from surefoot.data.batch import count_trained
+from surefoot.data.messages import Sample
 from surefoot.guard.check import StepCheck, shown
 from surefoot.guard.checksum import WeightChecksums
 from surefoot.guard.diagnose import diagnose
@@ -84,6 +86,35 @@ def healthy_scenes(run: Run, scene: Scene) -> list[Scene]:
     # Whole steps, also where the scene is one rank's share of its own.
     whole = replace(scene, step_tokens=None)
     return [replace(whole, step=n, samples=samples) for n, samples in steps if samples and count_trained(samples)]
+
+
+def nothing_to_train(keeper: Keeper, run: Run, samples: Sequence[Sample]) -> None:
+    """Pass over a step without a trained token; its place in the data counts, the schedule does not.
+
+    Args:
+        keeper: the run's guard.
+        run: at the step before.
+        samples: of the step; none when all were left out before.
+
+    Raises:
+        NonFiniteStepError: too many steps have nothing to train on.
+    """
+    step = run.state.step + 1
+    rows = tuple(row for sample in samples for row in sample.row_ids)
+    if samples:
+        evidence = f"No token of step {step} carries a label: its loss would be 0 / 0. Rows {shown(rows)}."
+        diagnosis = Diagnosis(step, "DATA", "loss", None, "div", "forward", rows, (evidence,))
+        keeper.memory.add_alarm(step)
+        keeper.journal.write("alarm", None, step=step)
+        keeper.journal.write("diagnosis", diagnosis)
+        if keeper.mode != "heal":
+            keeper.stop(run, diagnosis, "stopped before the step")
+        keeper.stop_if(run, diagnosis, keeper.memory.add_skip(step, run.schedule.total_steps))
+        keeper.journal.write("action", diagnosis, action=f"passed over step {step}: {shown(rows)}", verified=True,
+                           steps_lost=1)  # fmt: skip
+        run.tell(f"Guard: {evidence} The step is passed over.")
+    keeper.memory.steps_lost += 1
+    run.state.step = step
 
 
 def apply_treatment(
@@ -177,9 +208,10 @@ def reload_weights(keeper: Keeper, run: Run, diagnosis: Diagnosis, began: float)
     assert keeper.frozen is not None
     folder = weights_folder(model_path(run.cfg))
     names = diagnosis.details["tensors"]
-    for name in names:
-        if not keeper.frozen.sums.reload(run.model, name, folder):
-            keeper.stop(run, diagnosis, f"stopped: {name} cannot be read from its file as it was")
+    with run.whole():
+        lost = [name for name in names if not keeper.frozen.sums.reload(run.model, name, folder)]
+    if any(run.ranks.gather(bool(lost))):
+        keeper.stop(run, diagnosis, f"stopped: {shown(lost or names)} cannot be read from its file as it was")
     count_transient(keeper, run, diagnosis)
     before = run.state.step
     at = keeper.go_back(run, min(before, keeper.frozen.sound_at))

@@ -6,6 +6,7 @@ update and selected after it; never multiplied by 0 or 1, since 0 times NaN is N
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,12 +23,16 @@ class Gate:
     optimizer: torch.optim.Optimizer
     fused: bool
 
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, agree: Callable[[torch.Tensor], torch.Tensor] | None = None
+    ) -> None:
         """Take an optimizer.
 
         Args:
             optimizer: over the trained parameters.
+            agree: returns the largest of all ranks' numbers, where each holds pieces of the parameters only.
         """
+        self._agree = agree
         self.optimizer = optimizer
         self.fused = all(group.get("fused") for group in optimizer.param_groups)
         self._before: dict[torch.Tensor, dict[str, Any]] = {}
@@ -55,6 +60,8 @@ class Gate:
         self._before = {p: _copy(self.optimizer.state[p]) for p in parameters if p in self.optimizer.state}
         self.optimizer.step()
         weights_bad = _any_bad(parameters)
+        if self._agree:
+            weights_bad = self._agree(weights_bad)
         closed = torch.maximum(bad, weights_bad).bool()
         for parameter, copy in zip(parameters, copies, strict=True):
             parameter.copy_(torch.where(closed, copy, parameter))

@@ -6,12 +6,12 @@ rows are left out, or the run goes back. Budgets keep a cure that does not hold 
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import time
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from surefoot.data.messages import Sample
 from surefoot.guard.check import NonFiniteStepError, StepCheck, shown
@@ -23,13 +23,14 @@ from surefoot.guard.plan import Change, Plan, apply_change, hold_change, write_p
 from surefoot.guard.scene import Scene
 from surefoot.guard.seen import Seen
 from surefoot.guard.summary import hint_for, summarize
-from surefoot.guard.treat import treat
+from surefoot.guard.treat import Treatment, treat
 from surefoot.model.randomness import get_random_state
 from surefoot.train.cures import apply_treatment, diagnose_attempt, healthy_scenes, reload_weights
 from surefoot.train.frozen import FrozenWeights, keeps_weights
 from surefoot.train.integrity import Integrity
 from surefoot.train.masters import Masters
 from surefoot.train.rewind import RestorePoint, RestorePoints, take
+from surefoot.train.shards import NoRoomError
 from surefoot.train.spike import SpikeKeeper
 from surefoot.train.step_times import StepTimes
 
@@ -185,17 +186,37 @@ class Keeper:
         ranks, leader, scene = run.ranks, check.leader, attempt.scene
         where = "" if ranks.alone else f" Found on {ranks.names[leader]}."
         if self.mode == "off":
-            self.journal.write("stopped", None, step=check.step, action="stopped before the update", loss=check.loss,
-                               grad_norm=check.grad_norm, loss_scale=check.loss_scale)  # fmt: skip
-            raise NonFiniteStepError(
-                f"{check.describe()}{where} It was not applied.",
-                hint="`guard: heal` names the cause and mends it where it can",
-            )
+            hint = "`guard: heal` names the cause and mends it where it can"
+            self._stop_unexplored(check, f"{check.describe()}{where} It was not applied.", hint)
         seen = ranks.on(leader, lambda: attempt.seen(check))
         run.tell(f"Guard: {seen.describe()}{where} Nothing was applied; looking for the cause.")
         self.journal.write("alarm", None, step=check.step, loss=check.loss, grad_norm=check.grad_norm,
                            loss_scale=check.loss_scale, bad_tensors=len(seen.bad_tensors),
                            tensors=len(seen.norms))  # fmt: skip
+        if run.runner.shards is not None and self.frozen and self.memory_damaged(run, run.state.step):
+            return False  # a piece of a frozen weight has changed, on whichever rank it lies
+        with contextlib.ExitStack() as gathered:
+            try:
+                gathered.enter_context(run.whole())
+            except NoRoomError as error:
+                why = f"The cause was not looked for: {error.problems[0].message}."
+                self._stop_unexplored(
+                    check, f"{seen.describe()}{where} It was not applied. {why}", error.problems[0].hint
+                )
+            diagnosis, treatment = self._look_into(run, scene, check, seen, where, no_more)
+        apply_treatment(self, run, scene, diagnosis, treatment, began)
+        return False
+
+    def _stop_unexplored(self, check: StepCheck, message: str, hint: str) -> NoReturn:
+        self.journal.write("stopped", None, step=check.step, action="stopped before the update", loss=check.loss,
+                           grad_norm=check.grad_norm, loss_scale=check.loss_scale)  # fmt: skip
+        raise NonFiniteStepError(message, hint=hint)
+
+    def _look_into(
+        self, run: Run, scene: Scene, check: StepCheck, seen: StepCheck, where: str, no_more: str
+    ) -> tuple[Diagnosis, Treatment]:
+        """Let the rank at fault find the cause of a bad step, and a treatment."""
+        ranks, leader = run.ranks, check.leader
         sums = self.frozen.sums if self.frozen else None
         diagnosis = ranks.on(leader, lambda: diagnose_attempt(run, scene, seen, sums))
         if where:
@@ -207,9 +228,7 @@ class Keeper:
             self.stop(run, diagnosis, "stopped before the update, as `guard: watch` asks")
         self.stop_if(run, diagnosis, no_more)
         kept = self.memory.changes
-        treatment = ranks.on(leader, lambda: treat(scene, diagnosis, healthy_scenes(run, scene), kept))
-        apply_treatment(self, run, scene, diagnosis, treatment, began)
-        return False
+        return diagnosis, ranks.on(leader, lambda: treat(scene, diagnosis, healthy_scenes(run, scene), kept))
 
     def watch(self, run: Run, check: StepCheck, tokens: int, random_state: dict[str, Any] | None) -> bool:
         """After a committed step: look for finite damage, and take restore points.
@@ -285,33 +304,6 @@ class Keeper:
                 "The optimizer's second moments have shrunk faster than an update can shrink them: they were lost.",
             )
         return ()
-
-    def nothing_to_train(self, run: Run, samples: Sequence[Sample]) -> None:
-        """Pass over a step without a trained token; its place in the data counts, the schedule does not.
-
-        Args:
-            run: at the step before.
-            samples: of the step; none when all were left out before.
-
-        Raises:
-            NonFiniteStepError: too many steps have nothing to train on.
-        """
-        step = run.state.step + 1
-        rows = tuple(row for sample in samples for row in sample.row_ids)
-        if samples:
-            evidence = f"No token of step {step} carries a label: its loss would be 0 / 0. Rows {shown(rows)}."
-            diagnosis = Diagnosis(step, "DATA", "loss", None, "div", "forward", rows, (evidence,))
-            self.memory.add_alarm(step)
-            self.journal.write("alarm", None, step=step)
-            self.journal.write("diagnosis", diagnosis)
-            if self.mode != "heal":
-                self.stop(run, diagnosis, "stopped before the step")
-            self.stop_if(run, diagnosis, self.memory.add_skip(step, run.schedule.total_steps))
-            self.journal.write("action", diagnosis, action=f"passed over step {step}: {shown(rows)}", verified=True,
-                               steps_lost=1)  # fmt: skip
-            run.tell(f"Guard: {evidence} The step is passed over.")
-        self.memory.steps_lost += 1
-        run.state.step = step
 
     def learning_rate_factor(self, run: Run) -> float:
         """Return what the schedule's rate is multiplied by: below 1 while a run that went back warms up again."""
@@ -429,7 +421,8 @@ class Keeper:
 
     def _keep_change(self, run: Run, change: Change) -> None:
         apply_change(run.model, run.runner.forward, change)
-        hold_change(run.model, change)
+        if run.runner.shards is None:  # pieces keep their dtype: an island casts them at every use
+            hold_change(run.model, change)
         self.memory.changes = (*self.memory.changes, change)
 
     def _resumed(self, run: Run, check: StepCheck) -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -18,6 +19,7 @@ from surefoot.guard.check import NonFiniteStepError
 from surefoot.model.randomness import get_random_state
 from surefoot.train.checkpoint import rotate, save_checkpoint
 from surefoot.train.clock import Clock
+from surefoot.train.cures import nothing_to_train
 from surefoot.train.evaluate import evaluate
 from surefoot.train.events import EvalEvent, Listener, TrainResult
 from surefoot.train.gate import Gate
@@ -30,6 +32,8 @@ if TYPE_CHECKING:
     from surefoot.config import Config
     from surefoot.data.table import TokenTable
     from surefoot.train.keeper import Keeper
+
+T = TypeVar("T")
 
 
 @dataclass
@@ -104,6 +108,31 @@ class Run:
     def samples_of(self, done: int) -> list[Sample]:
         """Return the samples of the step after `done` steps, without those that the guard leaves out."""
         return self.guard.without_skipped(done + 1, self.order.samples_of(done))
+
+    @property
+    def cut(self) -> bool:
+        """True where this rank holds only pieces of what is trained."""
+        return self.runner.shards is not None and self.runner.shards.trains
+
+    def whole(self) -> contextlib.AbstractContextManager[None]:
+        """Have the whole model on every rank, so that one can run it alone; all ranks must enter.
+
+        Raises on entering where it does not fit (`NoRoomError`); nothing is done where nothing is sharded.
+        """
+        return contextlib.nullcontext() if self.runner.shards is None else self.runner.shards.whole()
+
+    def one_runs(self, rank: int, work: Callable[[], T]) -> T:
+        """Let one rank run the model while the others wait, as `Ranks.on`.
+
+        Args:
+            rank: which one.
+            work: holds no collective; returns plain data.
+
+        Returns:
+            What it returned, on every rank.
+        """
+        with self.whole():
+            return self.ranks.on(rank, work)
 
     def tell(self, message: str) -> None:
         """Say a sentence to the person."""
@@ -185,7 +214,7 @@ def next_attempt(run: Run, pending: Attempt | None) -> Attempt | None:
         return run.runner.compute(done + 1, (), error)  # so that the others hear of it
     if count_trained(samples) == 0:
         if pending is None:
-            run.guard.nothing_to_train(run, samples)
+            nothing_to_train(run.guard, run, samples)
         return None
     return run.runner.compute(done + 1, samples)
 
@@ -249,13 +278,14 @@ def _between_steps(run: Run, ahead: Attempt | None, stopping: bool) -> str:
 def evaluate_all(run: Run) -> None:
     """Evaluate every set, tell the numbers, and remember whether they are the best so far.
 
-    Of several ranks, the main one evaluates.
+    Of several ranks, the main one evaluates; where the model is sharded, all do the same together.
     """
     values: dict[str, float] = {}
     total_loss = total = 0.0
     runner = run.runner
     for name, table in run.evals.items():
-        numbers = run.ranks.on(0, partial(evaluate, runner.forward, table, runner.device, runner.tokens_per_pass))
+        work = partial(evaluate, runner.forward, table, runner.device, runner.tokens_per_pass)
+        numbers = run.ranks.on(0, work) if runner.shards is None else run.ranks.gather(work())[0]
         event = EvalEvent(
             step=run.state.step,
             total_steps=run.schedule.total_steps,
@@ -285,16 +315,36 @@ def save(run: Run, random_state: dict[str, Any]) -> None:
         run: after a committed step.
         random_state: of all generators as that step left them.
     """
-    folder = run.ranks.on(0, lambda: _write_checkpoint(run, random_state))
+    shards, optimizer, weights = run.runner.shards, None, whole_weights(run)
+    if not run.cfg.save_only_model:
+        optimizer = run.optimizer.state_dict() if shards is None else shards.whole_optimizer(run.optimizer)
+    folder = run.ranks.on(0, lambda: _write_checkpoint(run, random_state, optimizer, weights))
     for listener in run.listeners:
         listener.saved(run.state.step, folder)
 
 
-def _write_checkpoint(run: Run, random_state: dict[str, Any]) -> Path:
+def whole_weights(run: Run) -> dict[str, torch.Tensor] | None:
+    """Gather a sharded model's weights on the main rank where they are to be saved; all ranks must call it.
+
+    Args:
+        run: between two steps.
+
+    Returns:
+        The model's `state_dict` on the host; None where the model's own will do, as adapters' does.
+    """
+    shards = run.runner.shards
+    if shards is None or not (shards.trains or run.guard.memory.embeddings_mended):
+        return None
+    return shards.whole_state()
+
+
+def _write_checkpoint(
+    run: Run, random_state: dict[str, Any], optimizer: dict[str, Any] | None, weights: dict[str, torch.Tensor] | None
+) -> Path:
     tensors = None
-    if not run.cfg.save_only_model:
+    if optimizer is not None:
         tensors = {
-            "optimizer.pt": run.optimizer.state_dict(),
+            "optimizer.pt": optimizer,
             "scheduler.pt": run.scheduler.state_dict(),
             "rng_state.pth": random_state,
         }
@@ -310,7 +360,7 @@ def _write_checkpoint(run: Run, random_state: dict[str, Any]) -> Path:
     }
     folder = save_checkpoint(
         run.output_dir, run.state.step, run.model, run.tokenizer, tensors, state,
-        with_embeddings=run.guard.memory.embeddings_mended,
+        with_embeddings=run.guard.memory.embeddings_mended, weights=weights,
     )  # fmt: skip
     keep = {folder}
     if run.cfg.load_best_model_at_end and run.state.best_step is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,12 +18,15 @@ if TYPE_CHECKING:
 NO_DECAY = re.compile(r"bias$|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)", re.IGNORECASE)
 
 
-def build_optimizer(model: torch.nn.Module, cfg: Config) -> torch.optim.Optimizer:
+def build_optimizer(
+    model: torch.nn.Module, cfg: Config, trained: Mapping[str, torch.nn.Parameter] | None = None
+) -> torch.optim.Optimizer:
     """Build the YAML's optimizer over the trainable parameters.
 
     Args:
         model: its parameters that require gradients are optimized, in the order of their names.
         cfg: the YAML; `optim`, `learning_rate`, `weight_decay`, `adam_*` and `optim_args` are read.
+        trained: pieces of the parameters, to be optimized instead, by their names; None for the model's own.
 
     Returns:
         The optimizer, with two groups: with and without weight decay.
@@ -30,10 +34,12 @@ def build_optimizer(model: torch.nn.Module, cfg: Config) -> torch.optim.Optimize
     Raises:
         UserError: the optimizer is unknown here, or its arguments are.
     """
-    trained = sorted((name, p) for name, p in model.named_parameters() if p.requires_grad)
+    if trained is None:
+        trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    ordered = sorted(trained.items())
     groups = [
-        {"params": [p for name, p in trained if not NO_DECAY.search(name)], "weight_decay": cfg.weight_decay},
-        {"params": [p for name, p in trained if NO_DECAY.search(name)], "weight_decay": 0.0},
+        {"params": [p for name, p in ordered if not NO_DECAY.search(name)], "weight_decay": cfg.weight_decay},
+        {"params": [p for name, p in ordered if NO_DECAY.search(name)], "weight_decay": 0.0},
     ]
     kind, fixed = _optimizer_class(cfg)
     arguments = fixed | _optimizer_arguments(cfg.optim_args)

@@ -10,12 +10,13 @@ import random
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from surefoot.errors import UserError, WorkError
 from surefoot.train.last_words import FAILED, PATIENCE, why_missing, within
+from surefoot.train.place import Place, backend_of
 
 if TYPE_CHECKING:
     import torch
@@ -33,49 +34,6 @@ class OtherRankError(WorkError):
     """Another rank could not go on, and so neither can this one; that rank says more."""
 
 
-@dataclass(frozen=True)
-class Place:
-    """Which process of a run this is, as torchrun and `accelerate launch` tell it.
-
-    Attributes:
-        rank: its number among all processes.
-        world: how many there are.
-        local_rank: its number on this machine.
-        restarts: how often the launcher has started the processes again.
-    """
-
-    rank: int = 0
-    world: int = 1
-    local_rank: int = 0
-    restarts: int = 0
-
-    @classmethod
-    def of(cls, environ: Mapping[str, str]) -> Place:
-        """Read RANK, WORLD_SIZE and LOCAL_RANK; without them it is a run of one process.
-
-        Args:
-            environ: the environment.
-
-        Returns:
-            The place.
-
-        Raises:
-            UserError: some of them are missing or are no numbers.
-        """
-        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
-        try:
-            restarts = int(environ.get("TORCHELASTIC_RESTART_COUNT") or 0)
-            if int(environ.get("WORLD_SIZE") or 1) <= 1:
-                return cls(restarts=restarts)
-            rank, world, local = (int(environ[name]) for name in names)
-        except (KeyError, ValueError) as error:
-            raise UserError(
-                f"{', '.join(names)} must all be numbers where WORLD_SIZE is above 1: {error}",
-                hint="start them with torchrun or `accelerate launch`, or unset WORLD_SIZE",
-            ) from None
-        return cls(rank, world, local, restarts)
-
-
 @dataclass
 class Ranks:
     """This process among those of its run; made without arguments it is alone, and nothing here costs anything.
@@ -87,7 +45,7 @@ class Ranks:
         store: words that can be left for others, also when a collective has failed.
     """
 
-    place: Place = Place()
+    place: Place = field(default_factory=Place)
     names: tuple[str, ...] = ("this process",)
     timeout: float = 0.0
     store: Any = None
@@ -115,7 +73,7 @@ class Ranks:
         from torch.distributed.rendezvous import rendezvous
 
         wait = timedelta(seconds=cfg.ddp_timeout)
-        backend = _backend(cfg, device)
+        backend = backend_of(cfg, device)
         if device != "cpu":
             torch.cuda.set_device(device)
         try:
@@ -224,6 +182,23 @@ class Ranks:
         self._wait_for(lambda: dist.all_gather_object(values, value))
         return values
 
+    def most(self, numbers: Sequence[int]) -> list[int]:
+        """Compare a few whole numbers over all ranks, on the host.
+
+        Args:
+            numbers: as many on every rank.
+
+        Returns:
+            The largest of each.
+        """
+        import torch
+        import torch.distributed as dist
+
+        largest = torch.tensor(numbers, dtype=torch.int64)
+        if not self.alone:
+            self._wait_for(lambda: dist.all_reduce(largest, op=dist.ReduceOp.MAX))
+        return largest.tolist()
+
     def on(self, rank: int, work: Callable[[], T]) -> T:
         """Let one rank do something while the others wait for what comes of it.
 
@@ -327,6 +302,20 @@ class Ranks:
         failed = next(rank for rank, words in enumerate(told) if words is not None)
         raise OtherRankError(f"{self.names[failed]}: {told[failed]}")
 
+    def fail(self, error: Exception) -> NoReturn:
+        """End this rank in the middle of a pass that holds collectives: the others cannot be met there any more.
+
+        Args:
+            error: that was raised there: by this rank's own work, or by torch because another rank is gone.
+
+        Raises:
+            OtherRankError: another rank is to blame. Otherwise the error itself goes on, and is announced.
+        """
+        if isinstance(error, OtherRankError) or not _is_of_talking(error):
+            self.announce(error)
+            raise error
+        self._cut_off(error)
+
     def announce(self, error: BaseException) -> None:
         """Leave word of why this rank ends, for those that will miss it.
 
@@ -374,45 +363,6 @@ class Ranks:
         raise OtherRankError(why) from error
 
 
-def device_of(cfg: Config, place: Place) -> str:
-    """Return which device a process should ask for.
-
-    Args:
-        cfg: the YAML; `device` is read.
-        place: of the process.
-
-    Returns:
-        As `choose_device` wants it.
-
-    Raises:
-        UserError: one device is named for several processes.
-    """
-    if place.world == 1 or cfg.device == "cpu":
-        return cfg.device
-    if ":" in cfg.device:
-        raise UserError(
-            f"device {cfg.device} is one card, but there are {place.world} processes",
-            hint="leave `device` out: each process takes the card of its LOCAL_RANK", key="device",
-        )  # fmt: skip
-    import torch
-
-    if cfg.device == "auto" and not torch.cuda.is_available():
-        return "auto"
-    # A launcher that shows each process its own card only leaves one in sight, which is number 0 then.
-    return "cuda:0" if torch.cuda.device_count() == 1 else f"cuda:{place.local_rank}"
-
-
-def _backend(cfg: Config, device: str) -> str:
-    """Choose how ranks talk: gloo on the CPU, and beside NCCL (RCCL has its name) for what lies on the host."""
-    if device == "cpu" and cfg.ddp_backend in (None, "gloo"):
-        return "gloo"
-    if device != "cpu" and cfg.ddp_backend in (None, "nccl"):
-        return "cpu:gloo,cuda:nccl"
-    if cfg.ddp_backend == "gloo":
-        return "gloo"
-    raise UserError(f"{cfg.ddp_backend} is not for {device}", hint="leave it out", key="ddp_backend")
-
-
 def _bundles(tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
     """Cut a list of tensors where they become too large to be copied at once."""
     bundles: list[list[torch.Tensor]] = []
@@ -425,6 +375,17 @@ def _bundles(tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
         bundles[-1].append(tensor)
         size += bytes_
     return bundles
+
+
+def _is_of_talking(error: Exception) -> bool:
+    """Tell a collective's own failure from an error of the work between collectives."""
+    import torch.distributed as dist
+
+    # gloo reports by plain RuntimeErrors that name its source file or its way of failing.
+    words = ("gloo", "connection closed", "connection reset", "nccl", "timed out waiting")
+    return isinstance(error, dist.DistError) or (
+        type(error) is RuntimeError and any(word in str(error).lower() for word in words)
+    )
 
 
 def _first_line(error: BaseException) -> str:

@@ -16,6 +16,7 @@ from surefoot.train.loss_scale import LossScale
 if TYPE_CHECKING:
     from surefoot.train.checkpoint import Checkpoint
     from surefoot.train.loop import Run
+    from surefoot.train.shards import Shards
 
 
 def restore(run: Run, checkpoint: Checkpoint, *, same_process: bool = False) -> None:
@@ -35,12 +36,16 @@ def restore(run: Run, checkpoint: Checkpoint, *, same_process: bool = False) -> 
             hint="start a new run with it as adapter_name_or_path or model_name_or_path",
             key="resume_from_checkpoint",
         )
-    load_trained_weights(run.model, checkpoint.folder)
+    shards = run.runner.shards
+    load_trained_weights(run.model, checkpoint.folder, shards)
 
     def read(name: str) -> Any:
         return torch.load(checkpoint.folder / name, map_location="cpu", weights_only=True)
 
-    run.optimizer.load_state_dict(read("optimizer.pt"))
+    if shards is None:
+        run.optimizer.load_state_dict(read("optimizer.pt"))
+    else:
+        shards.load_optimizer(run.optimizer, read("optimizer.pt"))
     run.scheduler.load_state_dict(read("scheduler.pt"))
     run.runner.scale = LossScale(**checkpoint.state["loss_scale"])
     if run.runner.forward.packs:
@@ -83,7 +88,7 @@ def _refuse_lost_state(run: Run, checkpoint: Checkpoint) -> None:
 
 
 @torch.no_grad()
-def load_trained_weights(model: Any, folder: Path) -> None:
+def load_trained_weights(model: Any, folder: Path, shards: Shards | None = None) -> None:
     """Copy a checkpoint's weights into a model's own parameters.
 
     The parameters stay the same objects, since the optimizer holds them.
@@ -91,6 +96,7 @@ def load_trained_weights(model: Any, folder: Path) -> None:
     Args:
         model: a transformers or PEFT model of the same shape.
         folder: a verified checkpoint.
+        shards: of a sharded model: each rank takes its pieces.
 
     Raises:
         UserError: a tensor is missing there or has another shape.
@@ -98,7 +104,7 @@ def load_trained_weights(model: Any, folder: Path) -> None:
     if hasattr(model, "peft_config"):
         _load_adapter(model, folder)
     else:
-        _load_whole(model, folder)
+        _load_whole(model, folder, shards)
 
 
 def _load_adapter(model: Any, folder: Path) -> None:
@@ -110,7 +116,7 @@ def _load_adapter(model: Any, folder: Path) -> None:
     _refuse(folder, sorted(trained & set(result.missing_keys)) + sorted(result.unexpected_keys))
 
 
-def _load_whole(model: Any, folder: Path) -> None:
+def _load_whole(model: Any, folder: Path, shards: Shards | None) -> None:
     """Read a whole model through transformers, which undoes what saving did to names and layouts."""
     # float32 holds every 16-bit value exactly, and copying it back into 16 bits restores it.
     fresh = type(model).from_pretrained(folder, dtype=torch.float32, use_safetensors=True)
@@ -118,7 +124,10 @@ def _load_whole(model: Any, folder: Path) -> None:
     own = dict(model.named_parameters()) | dict(model.named_buffers())
     _refuse(folder, sorted(name for name, p in own.items() if name not in saved or saved[name].shape != p.shape))
     for name, tensor in own.items():
-        tensor.copy_(saved[name])
+        if shards is None or name not in shards.model.pieces:
+            tensor.copy_(saved[name])
+    if shards is not None:
+        shards.load_weights(saved)
 
 
 def _refuse(folder: Path, names: list[str]) -> None:

@@ -291,4 +291,6 @@ def _loaded_anew(run: Run) -> dict[str, torch.Tensor]:
     from surefoot.model.load import load_model
 
     fresh = load_model(run.cfg, run.tokenizer, "cpu")
-    return {name: p.detach() for name, p in fresh.model.named_parameters() if p.requires_grad}
+    shards = run.runner.shards
+    cut = shards.model.piece_of if shards is not None and shards.trains else torch.nn.Identity()
+    return {name: cut(p.detach()) for name, p in fresh.model.named_parameters() if p.requires_grad}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,28 +18,27 @@ from surefoot.guard.plan import Plan, read_plan
 from surefoot.model import fp8
 from surefoot.model.compiled import ROUND_TO, compile_layers, is_wanted
 from surefoot.model.emulate import emulation
-from surefoot.model.forecast import describe_run, plan_for
 from surefoot.model.forward import LossForward, base_of
 from surefoot.model.load import LoadedModel
-from surefoot.model.memory import GIB, MemoryPlan, free_memory
 from surefoot.model.probes import build_forward, check_packing
 from surefoot.model.randomness import get_random_state
 from surefoot.model.recompute import recompute, recomputed, turn_on_recompute
-from surefoot.model.shapes import read_shapes
 from surefoot.train.before import look_before_training
 from surefoot.train.checkpoint import read_checkpoint, remove_weights, save_model, sweep, verify_weights
 from surefoot.train.events import Listener, RunFacts, TrainResult
 from surefoot.train.garbage import startup_frozen
 from surefoot.train.gate import Gate
 from surefoot.train.keeper import Keeper
-from surefoot.train.loop import Run, evaluate_all, train
+from surefoot.train.loop import Run, evaluate_all, train, whole_weights
 from surefoot.train.loss_scale import LossScale
+from surefoot.train.memory_plan import plan_memory, with_memory, words_of
 from surefoot.train.neftune import Neftune
 from surefoot.train.optimizer import build_optimizer, build_scheduler
 from surefoot.train.ranks import Ranks
 from surefoot.train.restore import load_trained_weights, restore
 from surefoot.train.resume import choose_checkpoint, fingerprint, model_identity, refuse_other_run, samples_per_step
 from surefoot.train.schedule import make_schedule
+from surefoot.train.shards import Shards, shard_as_asked
 from surefoot.train.signals import StopRequest
 from surefoot.train.single import SingleRows
 from surefoot.train.step import StepRunner
@@ -157,12 +155,15 @@ def assemble(
     refuse_unknown_tokens(data, loaded)
     make_deterministic(cfg, device)
     order = order_of(cfg, data, ranks.place.world)
-    forward, order = _make_forward(cfg, loaded, order, device, tell)
-    runner = make_runner(cfg, loaded, forward, data, device, tell)
+    identity = model_identity(base_of(loaded.model))
+    shards = shard_as_asked(cfg, loaded, ranks, device, tell)
+    forward, order = _make_forward(cfg, loaded, order, device, tell, shards)
+    runner = make_runner(cfg, loaded, forward, data, device, tell, shards)
     runner.ranks, runner.seed, runner.stopping = ranks, cfg.seed, lambda: bool(stop.requested)
-    ranks.copy_from_main_(list(runner.trained.values()))
+    if shards is None:
+        ranks.copy_from_main_(list(runner.trained.values()))
     schedule = make_schedule(cfg, order, evaluates=bool(data.evals))
-    optimizer = build_optimizer(loaded.model, cfg)
+    optimizer = build_optimizer(loaded.model, cfg, runner.trained)
     run = Run(
         cfg=cfg,
         model=loaded.model,
@@ -171,11 +172,11 @@ def assemble(
         evals=data.evals,
         runner=runner,
         optimizer=optimizer,
-        gate=Gate(optimizer),
+        gate=Gate(optimizer, None if shards is None else lambda bad: ranks.spread(bad).amax()),
         scheduler=build_scheduler(optimizer, cfg, schedule.total_steps),
         schedule=schedule,
         output_dir=Path(cfg.output_dir),
-        fingerprint=fingerprint(cfg, data.train.fingerprint, model_identity(base_of(loaded.model)), ranks.place.world),
+        fingerprint=fingerprint(cfg, data.train.fingerprint, identity, ranks.place.world),
         listeners=listeners,
         stop=stop,
         guard=Keeper(cfg, writes=ranks.is_main),
@@ -188,7 +189,12 @@ def assemble(
 
 
 def _make_forward(
-    cfg: Config, loaded: LoadedModel, order: StepOrder, device: str, tell: Callable[[str], None]
+    cfg: Config,
+    loaded: LoadedModel,
+    order: StepOrder,
+    device: str,
+    tell: Callable[[str], None],
+    shards: Shards | None = None,
 ) -> tuple[LossForward, StepOrder]:
     """Make the model's way to a loss, packed and compiled where that can be, and the order that goes with it."""
     forward = build_forward(
@@ -196,8 +202,10 @@ def _make_forward(
         loaded.precision.autocast,
         upcast=cfg.upcast_lmhead_output,
         label_smoothing=cfg.label_smoothing_factor,
+        within=None if shards is None else shards.model.within,
+        device=device,
     )
-    order = pack_or_not(forward, loaded, order, tell)
+    order = pack_or_not(forward, loaded, order, tell, device)
     if cfg.fp8:
         fp8.require(torch.device(device))
     if is_wanted(cfg.compile, device):
@@ -243,7 +251,13 @@ def _use_plan(run: Run, plan: Plan) -> None:
     run.tell(f"Precision plan: {words}; {left_out} rows are left out.")
 
 
-def pack_or_not(forward: LossForward, loaded: LoadedModel, order: StepOrder, tell: Callable[[str], None]) -> StepOrder:
+def pack_or_not(
+    forward: LossForward,
+    loaded: LoadedModel,
+    order: StepOrder,
+    tell: Callable[[str], None],
+    device: str | None = None,
+) -> StepOrder:
     """Prove on two rows that this model's rows may share a pass; else let each run alone, and say so.
 
     Args:
@@ -251,11 +265,12 @@ def pack_or_not(forward: LossForward, loaded: LoadedModel, order: StepOrder, tel
         loaded: the model.
         order: the steps' samples.
         tell: called with a sentence for the person.
+        device: where the model runs; None for where its weights are.
 
     Returns:
         The order that the run takes.
     """
-    verdict = check_packing(forward, loaded.own_attention, order.samples_of(0))
+    verdict = check_packing(forward, loaded.own_attention, order.samples_of(0), device)
     if verdict.packs:
         return order
     forward.packs = False
@@ -266,7 +281,13 @@ def pack_or_not(forward: LossForward, loaded: LoadedModel, order: StepOrder, tel
 
 
 def make_runner(
-    cfg: Config, loaded: LoadedModel, forward: LossForward, data: PreparedData, device: str, tell: Callable[[str], None]
+    cfg: Config,
+    loaded: LoadedModel,
+    forward: LossForward,
+    data: PreparedData,
+    device: str,
+    tell: Callable[[str], None],
+    shards: Shards | None = None,
 ) -> StepRunner:
     """Plan the passes of a run and build what computes them.
 
@@ -277,11 +298,12 @@ def make_runner(
         data: the encoded data.
         device: where the model lives, as torch names it.
         tell: called with a sentence for the person.
+        shards: of a sharded model.
 
     Returns:
         The runner.
     """
-    plan = plan_memory(cfg, loaded, forward, data, device)
+    plan = plan_memory(cfg, loaded, forward, data, device, shards)
     recompute(loaded.model, plan.choice)
     if plan.recompute:
         tell(words_of(plan))
@@ -297,7 +319,9 @@ def make_runner(
         turn_on_recompute(loaded.model)
         return True
 
-    return StepRunner(loaded.model, forward, device, scale, tokens, before_pass, tell, plan, recompute_more)
+    return StepRunner(
+        loaded.model, forward, device, scale, tokens, before_pass, tell, plan, recompute_more, shards=shards
+    )
 
 
 def finish(run: Run, result: TrainResult) -> None:
@@ -310,16 +334,18 @@ def finish(run: Run, result: TrainResult) -> None:
     if result.stopped_by == "signal":
         return
     if run.cfg.load_best_model_at_end and run.state.best_step not in (None, run.state.step):
-        load_trained_weights(run.model, run.output_dir / f"checkpoint-{run.state.best_step}")
+        load_trained_weights(run.model, run.output_dir / f"checkpoint-{run.state.best_step}", run.runner.shards)
         run.state.evaluated_at = None  # what was evaluated last is not what is saved
     if run.cfg.do_eval and run.evals and run.state.evaluated_at != run.state.step:
         evaluate_all(run)
-    run.ranks.on(0, lambda: _save_result(run))
+    weights = whole_weights(run)
+    run.ranks.on(0, lambda: _save_result(run, weights))
 
 
-def _save_result(run: Run) -> None:
+def _save_result(run: Run, weights: dict[str, torch.Tensor] | None) -> None:
+    with_embeddings = run.guard.memory.embeddings_mended
     with whole_files(run.output_dir) as temporary:
-        save_model(temporary, run.model, run.tokenizer, with_embeddings=run.guard.memory.embeddings_mended)
+        save_model(temporary, run.model, run.tokenizer, with_embeddings=with_embeddings, weights=weights)
         verify_weights(temporary)
 
 
@@ -330,75 +356,6 @@ def order_of(cfg: Config, data: PreparedData, ranks: int = 1) -> StepOrder:
         seed = cfg.seed if cfg.data_seed is None else cfg.data_seed
         return TableOrder(data.train, per_step, seed, shuffle=not cfg.disable_shuffling)  # type: ignore[arg-type]
     return StreamOrder(data.train, per_step)  # type: ignore[arg-type]
-
-
-def plan_memory(cfg: Config, loaded: LoadedModel, forward: LossForward, data: PreparedData, device: str) -> MemoryPlan:
-    """Plan the passes of a run from the model as it is loaded and the memory that is free now.
-
-    Args:
-        cfg: the YAML.
-        loaded: the model on its device.
-        forward: how its loss is computed.
-        data: the encoded data.
-        device: where the model lives, as torch names it.
-
-    Returns:
-        The plan.
-
-    Raises:
-        UserError: the longest row does not fit.
-    """
-    base = base_of(loaded.model)
-    trained, total = loaded.parameters
-    stored = base.get_input_embeddings().weight.dtype
-    sizes = [(p.numel() * p.element_size(), p.requires_grad) for p in base.parameters()]
-    if device == "cpu":
-        free = free_memory(device) + sum(size for size, _ in sizes)
-    else:
-        free = free_memory(device) + torch.cuda.memory_reserved(device)
-    lengths = getattr(data.train, "lengths", None)
-    longest, mean = float(cfg.cutoff_len), float(cfg.cutoff_len)  # of a stream: the longest that the YAML allows
-    if lengths is not None:
-        longest, mean = float(max(lengths)), float(sum(lengths) / len(lengths))
-    model = describe_run(
-        cfg, read_shapes(base.config.to_dict()), weight=stored.itemsize,
-        compute=(loaded.precision.autocast or stored).itemsize, trained=trained, total=total,
-        # Packed weights come with constants that are no parameters: those are counted from the sizes.
-        frozen_bytes=None if cfg.quantization_bit else sum(size for size, trains in sizes if not trains),
-        chunked=forward.chunked, cpu=device == "cpu",
-    )  # fmt: skip
-    return plan_for(
-        cfg, model, {"longest": longest, "mean": mean}, free_bytes=free, cpu=device == "cpu", alone=not forward.packs
-    )
-
-
-def words_of(plan: MemoryPlan) -> str:
-    """Say what a plan computes again."""
-    choice, layers = plan.choice, plan.model.shapes.layers
-    parts = [f"{choice.layers} of {layers} decoder layers"] if choice.layers else []
-    parts += [f"the MLPs of {choice.mlps} of {layers} decoder layers"] if choice.mlps else []
-    host = "; their inputs wait in the host's memory, and they run uncompiled" if choice.offload else ""
-    return f"To fit, {' and '.join(parts)} are recomputed in the backward pass{host}."
-
-
-def with_memory(run: Run, result: TrainResult) -> TrainResult:
-    """Add planned and measured memory to the result of a run on a GPU, and say when they differ by much.
-
-    Args:
-        run: after its last step.
-        result: how it ended.
-
-    Returns:
-        The result with both figures; unchanged on a CPU.
-    """
-    runner = run.runner
-    if runner.device == "cpu" or runner.plan is None or not runner.largest_pass:
-        return result
-    measured = torch.cuda.max_memory_allocated(runner.device) / GIB
-    planned = runner.plan.peak_gib(runner.largest_pass, runner.most_passes)
-    if abs(measured - planned) > 0.1 * planned:
-        run.tell(f"Memory: planned {planned:.1f} GiB for this run's largest pass, measured {measured:.1f} GiB.")
-    return replace(result, memory_gib=round(measured, 3), planned_memory_gib=round(planned, 3))
 
 
 def make_deterministic(cfg: Config, device: str) -> None:

@@ -24,6 +24,7 @@ from surefoot.guard.spike_scores import NATS_FLOOR
 from surefoot.guard.spikes import Spike, SpikeDetector
 from surefoot.model.randomness import get_random_state, set_random_state
 from surefoot.model.variants import without_compile
+from surefoot.train.shards import NoRoomError
 
 if TYPE_CHECKING:
     from surefoot.train.keeper import Keeper
@@ -85,7 +86,11 @@ class _Trial:
 
         Of several ranks, the main one does.
         """
-        return self.run.ranks.on(0, self._rise)
+        try:
+            return self.run.one_runs(0, self._rise)
+        except NoRoomError as error:
+            self.run.tell(f"Guard: no experiment: {error.problems[0].message}.")
+            return None
 
     @torch.no_grad()
     def _rise(self) -> float | None:
@@ -240,8 +245,11 @@ class SpikeKeeper:
         state = get_random_state(run.runner.device)
         scene = Scene(run.model, run.runner.forward, run.runner.device, spike.step, check.samples,
                       run.runner.tokens_per_pass, 1.0, state)  # fmt: skip
-        with torch.enable_grad():
-            loss = run.ranks.on(0, lambda: scene.rerun().loss)
+        try:
+            with torch.enable_grad():
+                loss = run.one_runs(0, lambda: scene.rerun().loss)
+        except NoRoomError:
+            return (), ""  # as told when the spike was judged
         set_random_state(state, run.runner.device)
         # Nearer to the spike than to what is usual, on the log scale that the detector works on.
         if not loss > (usual * check.loss) ** 0.5:

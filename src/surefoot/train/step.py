@@ -12,7 +12,7 @@ from surefoot.data.batch import PackedBatch, count_trained, split_into_passes
 from surefoot.data.deal import cost_of, deal
 from surefoot.data.messages import Sample
 from surefoot.errors import WorkError
-from surefoot.guard.check import DeviceCheck, StepCheck, check_gradients
+from surefoot.guard.check import DeviceCheck, StepCheck, check_gradients, check_norms
 from surefoot.guard.consensus import FLAGS, write_flags
 from surefoot.guard.scene import Passes, Scene
 from surefoot.model.forward import LossForward
@@ -20,6 +20,7 @@ from surefoot.model.memory import MemoryPlan
 from surefoot.model.randomness import get_random_state, set_random_state
 from surefoot.train.loss_scale import LossScale
 from surefoot.train.ranks import Ranks
+from surefoot.train.shards import Shards, count_passes
 
 MIN_PASS_TOKENS = 16
 
@@ -74,7 +75,8 @@ class StepRunner:
         ranks: that compute a step together.
         seed: of the run; several ranks draw each step's random numbers from it.
         stopping: says whether this process was asked to stop; of several ranks, all must know.
-        trained: the trained parameters by name.
+        shards: of a sharded model; None where every rank holds all of it.
+        trained: the trained parameters by name; of weights that are cut, this rank's pieces.
     """
 
     model: Any
@@ -91,10 +93,13 @@ class StepRunner:
     ranks: Ranks = field(default_factory=Ranks)
     seed: int = 0
     stopping: Callable[[], bool] = bool
+    shards: Shards | None = None
     trained: dict[str, torch.nn.Parameter] = field(init=False)
 
     def __post_init__(self) -> None:
         self.trained = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+        if self.shards is not None:
+            self.trained = self.shards.trained
 
     def compute(self, step: int, samples: Sequence[Sample], error: Exception | None = None) -> Attempt:
         """Leave a step's scaled gradients in the parameters, and their verdict on the device.
@@ -128,6 +133,11 @@ class StepRunner:
             try:
                 passes = scene.run_passes()
             except torch.OutOfMemoryError as error:
+                if self.shards is not None:
+                    raise WorkError(
+                        f"step {step} does not fit into the device's memory with {self.tokens_per_pass} tokens a pass",
+                        hint="with fsdp one rank cannot go on alone: give a lower number in `memory`",
+                    ) from error
                 self._shrink(samples, error)
                 set_random_state(random_state, self.device)
                 continue
@@ -151,27 +161,63 @@ class StepRunner:
         scene = self._scene(step, share, get_random_state(self.device), tokens)
         own: DeviceCheck | None = None
         chance = torch.zeros((), device=self.device)
+        spare = 0 if self.shards is None else self._spare_passes(share, error)
         try:
-            self.model.zero_grad(set_to_none=True)
+            self._drop_gradients()
             if error is None and count_trained(share):
                 scene, passes = self._run(step, share, tokens)
-                own = check_gradients(step, self.trained, passes.losses, passes.rows, self.scale.value)
+                own = self._check_own(step, passes)
                 chance = torch.stack(passes.chances).sum().float()
+            if self.shards is not None:
+                self.shards.idle_passes(scene, spare)
         except Exception as caught:  # noqa: BLE001 - whatever this rank died of, the others must hear of it
+            if self.shards is not None:
+                ranks.fail(caught)
             error, own = caught, None
-            self.model.zero_grad(set_to_none=True)
-        loss, chance, flags_FR = self._sum_up(own, chance, error)
+            self._drop_gradients()
+        loss, chance, flags_FR, norms_N = self._sum_up(own, chance, error)
         rows = tuple(row for sample in samples for row in sample.row_ids)
-        check = check_gradients(step, self.trained, [loss], [rows], self.scale.value)
+        names = [name for name, p in self.trained.items() if p.grad is not None]
+        check = check_norms(step, names, norms_N, [loss], [rows], self.scale.value)
         check.bad = torch.maximum(check.bad, flags_FR[: FLAGS.index("stop")].amax())
         check.chance, check.samples, check.flags_FR = chance, tuple(samples), flags_FR
         return Attempt(scene, check, check.samples, own, error)
 
+    def _spare_passes(self, share: Sequence[Sample], error: Exception | None) -> int:
+        """Return how many passes another rank runs more than this one; end the run if one cannot run its own."""
+        assert self.shards is not None
+        passes = 0 if error else count_passes(list(share), self.tokens_per_pass)
+        most, failed = self.ranks.most([passes, int(error is not None)])
+        if failed:
+            self.ranks.stop_for(error)
+        return most - passes
+
+    def _drop_gradients(self) -> None:
+        self.model.zero_grad(set_to_none=True)
+        if self.shards is not None:
+            self.shards.drop_gradients()
+
+    def _check_own(self, step: int, passes: Passes) -> DeviceCheck:
+        """Judge this rank's own gradients, before they are summed."""
+        if self.shards is None or not self.shards.trains:
+            return check_gradients(step, self.trained, passes.losses, passes.rows, self.scale.value)
+        norms = self.shards.own_norms()
+        names = [name for name in self.trained if name in norms]
+        norms_N = torch.stack([norms[name] for name in names])
+        return check_norms(step, names, norms_N, passes.losses, passes.rows, self.scale.value)
+
     def _sum_up(
         self, own: DeviceCheck | None, chance: torch.Tensor, error: Exception | None
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Sum gradients, loss and flags over all ranks; no gradient is left where none of them has one."""
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Sum gradients, loss and flags over all ranks; no gradient is left where none of them has one.
+
+        What is returned: loss, loss by chance, flags, and the norms of the gradients that there are, scaled as they.
+        """
         ranks = self.ranks
+        cut = self.shards is not None and self.shards.trains
+        if cut:
+            assert self.shards is not None
+            self.shards.take_gradients()  # of which each rank has its piece, summed while the passes ran
         raised: dict[Any, torch.Tensor | bool] = {"exception": error is not None, "stop": self.stopping()}
         if own is not None:
             raised |= {"loss": ~own.losses_P.isfinite().all(), "gradient": ~own.norm.isfinite()}
@@ -185,14 +231,26 @@ class StepRunner:
         present_N = torch.ones(len(trained), device=self.device)
         if any(absent):
             present_N = torch.tensor([float(not gone) for gone in absent], device=self.device)
+        grads = [p.grad for p in trained if p.grad is not None]
         words = torch.cat([loss[None], chance[None], flags_FR.flatten(), present_N])
-        ranks.sum_([*(p.grad for p in trained if p.grad is not None), words])
+        if cut:
+            # In float64: the square of a large norm leaves float32's range.
+            squares_N = torch.stack(torch._foreach_norm(grads, 2.0, dtype=torch.float32)).double().square()
+            words = torch.cat([words.double(), squares_N])
+            ranks.sum_([words])
+            words, squares_N = words.split([len(words) - len(trained), len(trained)])
+            words, norms_N = words.float(), squares_N.sqrt().float()
+        else:
+            ranks.sum_([*grads, words])
+            norms_N = torch.stack(torch._foreach_norm(grads, 2.0, dtype=torch.float32))
         loss, chance, flags, present_N = words[0], words[1], words[2 : 2 + flags_FR.numel()], words[-len(trained) :]
         if any(absent):  # read only where this rank lacks one: then another has it, or nobody (an expert not chosen)
-            for parameter, present in zip(trained, present_N.tolist(), strict=True):
+            there = [bool(present) for present in present_N.tolist()]
+            for parameter, present in zip(trained, there, strict=True):
                 if not present:
                     parameter.grad = None
-        return loss, chance, flags.view_as(flags_FR)
+            norms_N = norms_N[torch.tensor(there, device=norms_N.device)]
+        return loss, chance, flags.view_as(flags_FR), norms_N
 
     def share_of(self, samples: Sequence[Sample], rank: int) -> list[Sample]:
         """Return a rank's share of a step's samples, dealt so that all ranks take about as long.
