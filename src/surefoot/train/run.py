@@ -37,7 +37,7 @@ from surefoot.train.loss_scale import LossScale
 from surefoot.train.neftune import Neftune
 from surefoot.train.optimizer import build_optimizer, build_scheduler
 from surefoot.train.ranks import Ranks
-from surefoot.train.restore import load_trained_weights, restore
+from surefoot.train.restore import load_weights, restore
 from surefoot.train.resume import choose_checkpoint, fingerprint, model_identity, refuse_other_run, samples_per_step
 from surefoot.train.schedule import make_schedule
 from surefoot.train.signals import StopRequest
@@ -308,7 +308,7 @@ def finish(run: Run, result: TrainResult) -> None:
     if result.stopped_by == "signal":
         return
     if run.cfg.load_best_model_at_end and run.state.best_step not in (None, run.state.step):
-        load_trained_weights(run.model, run.output_dir / f"checkpoint-{run.state.best_step}")
+        load_weights(run, run.output_dir / f"checkpoint-{run.state.best_step}")
         run.state.evaluated_at = None  # what was evaluated last is not what is saved
     if run.cfg.do_eval and run.evals and run.state.evaluated_at != run.state.step:
         evaluate_all(run)
