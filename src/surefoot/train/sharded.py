@@ -111,7 +111,7 @@ class Party:
         if not failed:
             return [there for there, _, _ in told]
         self._ended = True
-        if raised is not None:
+        if raised is not None and not isinstance(raised, OtherRankError):
             raise raised
         first = next((rank for rank in failed if not told[rank][2]), failed[0])
         raise OtherRankError(f"{self.ranks.names[first]}: {told[first][1]}")
