@@ -9,6 +9,7 @@ import torch
 from shard_crew import BAD, BROKEN, FULL, LATE, start, train_whole
 
 from surefoot.errors import UserError, WorkError
+from surefoot.model.source import weight_files
 from surefoot.train.checkpoint import read_checkpoint
 from surefoot.train.sharded import Whole, load_pieces
 
@@ -95,3 +96,10 @@ def test_a_missing_shard_a_torn_folder_and_another_model_are_named(written, tmp_
     whole.trained["more"] = torch.nn.Parameter(torch.zeros(3))
     with pytest.raises(UserError, match="more is missing"):
         load_pieces(whole, out / "checkpoint-2", None)
+
+
+def test_as_a_model_it_is_refused_with_the_way_out(written):
+    out, _ = written
+    with pytest.raises(UserError, match="sharded checkpoint") as refused:
+        weight_files(str(out / "checkpoint-2"))
+    assert "resume_from_checkpoint" in refused.value.problems[0].hint

@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,6 +18,7 @@ from surefoot.train import checkpoint as checkpoint_module
 from surefoot.train import saving
 from surefoot.train.checkpoint import find_checkpoints, read_checkpoint
 from surefoot.train.clock import Clock
+from surefoot.train.ranks import Ranks
 
 LONG = 30.0  # seconds that a step is waited for; none takes one
 SAVE = {"save_strategy": "steps", "save_steps": 2}
@@ -172,3 +175,19 @@ def test_another_error_lets_the_checkpoint_become_whole(settings, start, monkeyp
     with pytest.raises(ValueError, match="planted"):
         start(settings | SAVE)
     assert [read_checkpoint(f).step for f in find_checkpoints(Path(settings["output_dir"]))] == [2]
+
+
+def test_a_failure_that_nobody_has_raised_yet_is_raised_by_the_wait():
+    """A step that was computed ahead with it may never be looked at: a stop signal ends the run before."""
+    saver, told = saving.Saver(), []
+    run = SimpleNamespace(ranks=Ranks(), listeners=[SimpleNamespace(saved=lambda *what: told.append(what))])
+    saver.begin(lambda: int("planted"), aside=True)
+    saver.expect(2, Path("checkpoint-2"))
+    deadline = time.monotonic() + LONG
+    while saver.failure() is None:
+        assert time.monotonic() < deadline
+        saver.look(run)
+    assert isinstance(saver.failure(), ValueError)
+    with pytest.raises(ValueError, match="planted"):
+        saver.finish(run)
+    assert not told

@@ -78,14 +78,11 @@ class Saver:
             raise InterruptedError("the run was interrupted while a checkpoint was written")
 
     def failure(self) -> Exception | None:
-        """Return once why the checkpoint could not be written; what another rank died of is that rank's to tell."""
+        """Return why the checkpoint could not be written, if so; what another rank died of is that rank's to tell."""
         if self._future is None or not self._future.done():
             return None
         error = self._future.exception()
-        if not isinstance(error, Exception) or isinstance(error, OtherRankError):
-            return None
-        self._future = None
-        return error
+        return error if isinstance(error, Exception) and not isinstance(error, OtherRankError) else None
 
     def look(self, run: Run) -> None:
         """Between two steps: tell of the checkpoint if it is verified by now."""
@@ -127,7 +124,7 @@ class Saver:
         failed = future.exception()
         if failed is None:
             self._tell(run)
-        elif not isinstance(failed, InterruptedError | OtherRankError):
+        elif failed is not error and not isinstance(failed, InterruptedError | OtherRankError):
             run.tell(f"The last checkpoint was not kept either: {failed}")
 
     def tell_of_memory(self, run: Run, needed: int, free: float) -> None:
