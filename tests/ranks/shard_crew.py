@@ -126,7 +126,8 @@ def write(ranks: Ranks, out: Path) -> list[Any]:
             run.tokenizer.save_pretrained = broken
         try:
             saving.save(run, {})
-            first.data.add_(step == LATE)  # training goes on
+            first.data.add_(step == LATE)  # training goes on, and so do its collectives
+            assert [ranks.gather((turn, rank))[3] for turn in range(50)] == [(turn, 3) for turn in range(50)]
             run.saver.finish(run)
         except Exception as error:  # noqa: BLE001 - whatever it is, the test wants to see it
             run.saver = saving.Saver()
