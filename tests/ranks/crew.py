@@ -157,7 +157,13 @@ def plant(fault: Fault, model: Any) -> None:
     def no_room(self: shards.Shards) -> Any:
         raise shards.NoRoomError("the whole model takes 9.0 GiB, and rank 0 has 1.0 GiB left")
 
-    save, watch = checkpoint.save_model, shards.Shards.watch_own_gradients
+    def dying(folder: Path, known: Any = None) -> Any:
+        if f"checkpoint-{fault.step}." in folder.name:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return digests(folder, known)
+
+    save, digests = checkpoint.save_model, checkpoint._digests
+    watch = shards.Shards.watch_own_gradients
     StepRunner.compute = armed
     if fault.kind in ("gradient", "flaky"):
         # In its own product, so that only this step's backward feels it.
@@ -179,6 +185,8 @@ def plant(fault: Fault, model: Any) -> None:
         first = next(p for p in model.parameters() if p.requires_grad)
         if os.environ["RANK"] == "1":
             first.register_hook(lambda grad: grad * float("inf") if spent() else None)
+    elif fault.kind == "killed in a save":  # all is written but the manifest, and nothing has its name yet
+        checkpoint._digests = dying
     elif fault.kind == "row":
         model.get_input_embeddings().register_forward_hook(
             lambda module, inputs, output: torch.where(inputs[0][..., None] == BAD_TOKEN, float("nan"), output)
@@ -304,7 +312,7 @@ def train(
     for process in crew:
         process.start()
     deadline = time.monotonic() + SECONDS
-    sleeper = fault.rank if fault and fault.kind in ("stopped", "killed") else None
+    sleeper = fault.rank if fault and fault.kind.startswith(("stopped", "killed")) else None
     for rank, process in enumerate(crew):
         if rank != sleeper:
             process.join(max(0.0, deadline - time.monotonic()))

@@ -88,6 +88,13 @@ def weight_files(path: str) -> list[Path]:
     files = sorted(folder.glob("*.safetensors"))
     if files:
         return files
+    if (folder / "surefoot" / "shards").is_dir():
+        raise UserError(
+            f"{folder} is a sharded checkpoint: its weights lie in pieces, as the ranks that trained it held them",
+            hint=f"to have them whole, run its YAML with `resume_from_checkpoint: {folder}`, its step as `max_steps`, "
+            "`resume_anyway: true` and another output_dir",
+            key="model_name_or_path",
+        )
     unsafe = sorted(f.name for f in folder.iterdir() if f.suffix in UNSAFE_SUFFIXES)
     if unsafe:
         raise UserError(

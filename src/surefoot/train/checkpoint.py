@@ -10,6 +10,7 @@ import hashlib
 import json
 import re
 import shutil
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from surefoot.files import whole_folder, write_json
 
 MANIFEST = Path("surefoot") / "manifest.json"
 STATE = Path("surefoot") / "state.json"
+PIECES = Path("surefoot") / "shards"  # of a sharded checkpoint, which has no weights in one piece
 READ_BYTES = 1 << 20
 
 
@@ -47,6 +49,8 @@ def save_checkpoint(
     *,
     with_embeddings: bool = False,
     weights: dict[str, Any] | None = None,
+    pieces: Callable[[Path], dict[str, list[Any]]] | None = None,
+    go_on: Callable[[], None] = lambda: None,
 ) -> Path:
     """Write a checkpoint whole and verify it.
 
@@ -59,6 +63,9 @@ def save_checkpoint(
         state: counters and fingerprint, as JSON.
         with_embeddings: as for `save_model`.
         weights: as for `save_model`.
+        pieces: of a sharded model, writes weights and optimizer into a folder instead; it has verified them when it
+            returns each file's size and SHA-256.
+        go_on: called between files; what it raises ends the writing.
 
     Returns:
         The checkpoint's folder.
@@ -69,16 +76,27 @@ def save_checkpoint(
     """
     folder = output_dir / f"checkpoint-{step}"
     with whole_folder(folder) as temporary:
-        save_model(temporary, model, tokenizer, with_embeddings=with_embeddings, weights=weights)
+        known: dict[str, list[Any]] = {}
+        if pieces is None:
+            save_model(temporary, model, tokenizer, with_embeddings=with_embeddings, weights=weights)
+        else:
+            known = {(PIECES / name).as_posix(): found for name, found in pieces(temporary / PIECES).items()}
+            model.config.save_pretrained(temporary)
+            tokenizer.save_pretrained(temporary)
         for name, content in (tensors or {}).items():
+            go_on()
             _save_tensors(temporary / name, content)
         write_json(temporary / "trainer_state.json", {
             "global_step": step, "epoch": state["epoch"], "max_steps": state["total_steps"],
             "num_train_epochs": state["epochs"], "log_history": [],
         })  # fmt: skip
         write_json(temporary / STATE, state | {"step": step, "weights_only": tensors is None})
-        verify_weights(temporary)
-        write_json(temporary / MANIFEST, {"step": step, "weights_finite": True, "files": _digests(temporary)})
+        go_on()
+        if pieces is None:
+            verify_weights(temporary)
+        files = _digests(temporary, known)
+        go_on()
+        write_json(temporary / MANIFEST, {"step": step, "weights_finite": True, "files": files})
     return folder
 
 
@@ -97,7 +115,8 @@ def save_model(
         model: a transformers or PEFT model.
         tokenizer: its tokenizer.
         with_embeddings: save frozen embeddings with an adapter, because they are not those of the base model's files.
-        weights: the model's `state_dict` with whole tensors, where the model itself holds pieces; None for its own.
+        weights: the model's `state_dict` with whole tensors, where not what the model holds now is to be saved; None
+            for its own.
     """
     more: dict[str, Any] = {} if weights is None else {"state_dict": weights}
     if hasattr(model, "peft_config"):
@@ -193,7 +212,8 @@ def read_checkpoint(folder: Path) -> Checkpoint:
     found = _digests(folder)
     changed = sorted(name for name in expected if found.get(name) != expected[name])
     if changed:
-        raise WorkError(f"{folder} is damaged: {changed[0]} is not what was written", hint="resume from another")
+        what = "is not what was written" if changed[0] in found else "is missing"
+        raise WorkError(f"{folder} is damaged: {changed[0]} {what}", hint="resume from another")
     return Checkpoint(folder, int(manifest["step"]), state)
 
 
@@ -265,15 +285,21 @@ def _is_whole(folder: Path) -> bool:
     return True
 
 
-def _digests(folder: Path) -> dict[str, list[Any]]:
-    """Return each file's size in bytes and SHA-256, without the manifest itself."""
-    digests = {}
-    for file in sorted(folder.rglob("*")):
-        name = file.relative_to(folder)
-        if file.is_file() and name != MANIFEST:
-            digest = hashlib.sha256()
-            with file.open("rb") as handle:
-                while block := handle.read(READ_BYTES):
-                    digest.update(block)
-            digests[name.as_posix()] = [file.stat().st_size, digest.hexdigest()]
-    return digests
+def digest_of(file: Path) -> list[Any]:
+    """Read a file and return its size in bytes and its SHA-256."""
+    digest = hashlib.sha256()
+    with file.open("rb") as handle:
+        while block := handle.read(READ_BYTES):
+            digest.update(block)
+    return [file.stat().st_size, digest.hexdigest()]
+
+
+def _digests(folder: Path, known: dict[str, list[Any]] | None = None) -> dict[str, list[Any]]:
+    """Return each file's size and SHA-256, without the manifest itself; those that are known are not read."""
+    names = {file.relative_to(folder): file for file in sorted(folder.rglob("*")) if file.is_file()}
+    known = known or {}
+    return {
+        name.as_posix(): known[name.as_posix()] if name.as_posix() in known else digest_of(file)
+        for name, file in names.items()
+        if name != MANIFEST
+    }

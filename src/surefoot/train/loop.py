@@ -5,25 +5,25 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from surefoot.data.batch import count_trained, digest
+from surefoot.data.batch import count_trained
 from surefoot.data.messages import Sample
 from surefoot.data.order import StepOrder
 from surefoot.guard.check import NonFiniteStepError
 from surefoot.model.randomness import get_random_state
-from surefoot.train.checkpoint import rotate, save_checkpoint
 from surefoot.train.clock import Clock
 from surefoot.train.cures import nothing_to_train
 from surefoot.train.evaluate import evaluate
 from surefoot.train.events import EvalEvent, Listener, TrainResult
 from surefoot.train.gate import Gate
 from surefoot.train.ranks import Ranks
+from surefoot.train.saving import Saver, save, saving_beside
 from surefoot.train.schedule import Schedule
 from surefoot.train.signals import StopRequest
 from surefoot.train.step import Attempt, StepRunner
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from surefoot.config import Config
     from surefoot.data.table import TokenTable
     from surefoot.train.keeper import Keeper
+    from surefoot.train.sharded import Shards
 
 T = TypeVar("T")
 
@@ -84,6 +85,8 @@ class Run:
         looks_ahead: compute a step's gradients while the verdict on the step before travels to the host.
         ranks: that train together.
         state: what was done so far.
+        saver: of the checkpoint that is on its way to the disk.
+        shards: of what is trained, where each rank holds a part of it; None where every rank holds all.
     """
 
     cfg: Config
@@ -104,6 +107,8 @@ class Run:
     looks_ahead: bool = False
     ranks: Ranks = field(default_factory=Ranks)
     state: RunState = field(default_factory=RunState)
+    saver: Saver = field(default_factory=Saver)
+    shards: Shards | None = None
 
     def samples_of(self, done: int) -> list[Sample]:
         """Return the samples of the step after `done` steps, without those that the guard leaves out."""
@@ -156,6 +161,11 @@ def train(run: Run) -> TrainResult:
     Raises:
         NonFiniteStepError: a step was not finite and could not be healed. It was not applied.
     """
+    with saving_beside(run):
+        return _train(run)
+
+
+def _train(run: Run) -> TrainResult:
     clock = Clock(run.state)
     losses: dict[int, float] = {}
     stopped_by = ""
@@ -167,6 +177,8 @@ def train(run: Run) -> TrainResult:
             check = pending.check.read()
             if "exception" in check.flagged:
                 run.ranks.stop_for(pending.error)
+            if not (check.finite and check.weights_finite):
+                run.saver.finish(run)  # nothing else is under way while the guard looks for the cause
             try:
                 passed = run.guard.settle(run, pending, check)
             except NonFiniteStepError:
@@ -207,6 +219,8 @@ def next_attempt(run: Run, pending: Attempt | None) -> Attempt | None:
     if done >= run.schedule.total_steps:
         return None
     try:
+        if failed := run.saver.failure():  # surfaces here, as if this step's rows could not be read
+            raise failed
         samples = run.samples_of(done)
     except Exception as error:
         if run.ranks.alone:
@@ -262,6 +276,7 @@ def _commit(run: Run, attempt: Attempt) -> float:
 def _between_steps(run: Run, ahead: Attempt | None, stopping: bool) -> str:
     """Evaluate and save where the schedule says so; return what stops the run, if anything does."""
     stopped_by = ""
+    run.saver.look(run)
     evaluated = run.schedule.evaluates_at(run.state.step)
     if evaluated:
         evaluate_all(run)
@@ -306,67 +321,6 @@ def evaluate_all(run: Run) -> None:
     values.setdefault("loss", total_loss / total)
     run.state.evaluated_at = run.state.step
     _remember_best(run, values)
-
-
-def save(run: Run, random_state: dict[str, Any]) -> None:
-    """Write a verified checkpoint and remove those beyond the limit; of several ranks, the main one does.
-
-    Args:
-        run: after a committed step.
-        random_state: of all generators as that step left them.
-    """
-    shards, optimizer, weights = run.runner.shards, None, whole_weights(run)
-    if not run.cfg.save_only_model:
-        optimizer = run.optimizer.state_dict() if shards is None else shards.whole_optimizer(run.optimizer)
-    folder = run.ranks.on(0, lambda: _write_checkpoint(run, random_state, optimizer, weights))
-    for listener in run.listeners:
-        listener.saved(run.state.step, folder)
-
-
-def whole_weights(run: Run) -> dict[str, torch.Tensor] | None:
-    """Gather a sharded model's weights on the main rank where they are to be saved; all ranks must call it.
-
-    Args:
-        run: between two steps.
-
-    Returns:
-        The model's `state_dict` on the host; None where the model's own will do, as adapters' does.
-    """
-    shards = run.runner.shards
-    if shards is None or not (shards.trains or run.guard.memory.embeddings_mended):
-        return None
-    return shards.whole_state()
-
-
-def _write_checkpoint(
-    run: Run, random_state: dict[str, Any], optimizer: dict[str, Any] | None, weights: dict[str, torch.Tensor] | None
-) -> Path:
-    tensors = None
-    if optimizer is not None:
-        tensors = {
-            "optimizer.pt": optimizer,
-            "scheduler.pt": run.scheduler.state_dict(),
-            "rng_state.pth": random_state,
-        }
-    state = asdict(run.state) | {
-        "epoch": run.schedule.epoch_of(run.state.step),
-        "epochs": run.schedule.epochs,
-        "total_steps": run.schedule.total_steps,
-        "loss_scale": run.runner.scale.state(),
-        "tokens_per_pass": run.runner.tokens_per_pass,
-        "fingerprint": run.fingerprint,
-        "guard": run.guard.state(),
-        "last_batch": digest(run.order.samples_of(run.state.step - 1)),
-    }
-    folder = save_checkpoint(
-        run.output_dir, run.state.step, run.model, run.tokenizer, tensors, state,
-        with_embeddings=run.guard.memory.embeddings_mended, weights=weights,
-    )  # fmt: skip
-    keep = {folder}
-    if run.cfg.load_best_model_at_end and run.state.best_step is not None:
-        keep.add(run.output_dir / f"checkpoint-{run.state.best_step}")
-    rotate(run.output_dir, run.cfg.save_total_limit, keep)
-    return folder
 
 
 def _just_best(run: Run, evaluated: bool) -> bool:

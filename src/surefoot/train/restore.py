@@ -11,7 +11,9 @@ import torch
 from surefoot.data.batch import digest
 from surefoot.errors import UserError
 from surefoot.model.randomness import set_random_state
+from surefoot.train.checkpoint import PIECES
 from surefoot.train.loss_scale import LossScale
+from surefoot.train.sharded import Whole, load_pieces
 
 if TYPE_CHECKING:
     from surefoot.train.checkpoint import Checkpoint
@@ -36,16 +38,16 @@ def restore(run: Run, checkpoint: Checkpoint, *, same_process: bool = False) -> 
             hint="start a new run with it as adapter_name_or_path or model_name_or_path",
             key="resume_from_checkpoint",
         )
-    shards = run.runner.shards
-    load_trained_weights(run.model, checkpoint.folder, shards)
+    load_weights(run, checkpoint.folder, run.optimizer)
 
     def read(name: str) -> Any:
         return torch.load(checkpoint.folder / name, map_location="cpu", weights_only=True)
 
-    if shards is None:
-        run.optimizer.load_state_dict(read("optimizer.pt"))
-    else:
-        shards.load_optimizer(run.optimizer, read("optimizer.pt"))
+    if not is_sharded(checkpoint.folder):
+        if run.runner.shards is None:
+            run.optimizer.load_state_dict(read("optimizer.pt"))
+        else:
+            run.runner.shards.load_optimizer(run.optimizer, read("optimizer.pt"))
     run.scheduler.load_state_dict(read("scheduler.pt"))
     run.runner.scale = LossScale(**checkpoint.state["loss_scale"])
     if run.runner.forward.packs:
@@ -57,6 +59,25 @@ def restore(run: Run, checkpoint: Checkpoint, *, same_process: bool = False) -> 
     else:
         run.guard.resume(run, checkpoint.state["guard"])
     set_random_state(read("rng_state.pth"), run.runner.device)
+
+
+def load_weights(run: Run, folder: Path, optimizer: torch.optim.Optimizer | None = None) -> None:
+    """Copy a checkpoint's weights into a run's model, whether they lie there in one piece or in shards.
+
+    Args:
+        run: changed in place; all ranks must call it.
+        folder: a verified checkpoint.
+        optimizer: takes its state from the shards with them; left alone where the weights are in one piece.
+    """
+    if is_sharded(folder):
+        load_pieces(run.shards or Whole(run.runner.trained), folder, optimizer)
+    else:
+        load_trained_weights(run.model, folder, run.runner.shards)
+
+
+def is_sharded(folder: Path) -> bool:
+    """Say whether a checkpoint's weights lie in shards."""
+    return (folder / PIECES).is_dir()
 
 
 def _refuse_lost_state(run: Run, checkpoint: Checkpoint) -> None:

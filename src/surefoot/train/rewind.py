@@ -134,6 +134,7 @@ class RestorePoints:
         Raises:
             WorkError: this process began later than that and there is no checkpoint either.
         """
+        run.saver.finish(run)  # what is on its way may be what to go back to, or what to remove
         at = self._restore(run, before)
         self.points = [point for point in self.points if point.state.step <= at] or self.points[:1]
         doomed = [f for f in find_checkpoints(run.output_dir) if int(f.name.rpartition("-")[2]) > at]

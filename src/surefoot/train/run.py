@@ -29,14 +29,15 @@ from surefoot.train.events import Listener, RunFacts, TrainResult
 from surefoot.train.garbage import startup_frozen
 from surefoot.train.gate import Gate
 from surefoot.train.keeper import Keeper
-from surefoot.train.loop import Run, evaluate_all, train, whole_weights
+from surefoot.train.loop import Run, evaluate_all, train
 from surefoot.train.loss_scale import LossScale
 from surefoot.train.memory_plan import plan_memory, with_memory, words_of
 from surefoot.train.neftune import Neftune
 from surefoot.train.optimizer import build_optimizer, build_scheduler
 from surefoot.train.ranks import Ranks
-from surefoot.train.restore import load_trained_weights, restore
+from surefoot.train.restore import load_weights, restore
 from surefoot.train.resume import choose_checkpoint, fingerprint, model_identity, refuse_other_run, samples_per_step
+from surefoot.train.saving import whole_weights
 from surefoot.train.schedule import make_schedule
 from surefoot.train.shards import Shards, shard_as_asked
 from surefoot.train.signals import StopRequest
@@ -182,6 +183,7 @@ def assemble(
         guard=Keeper(cfg, writes=ranks.is_main),
         looks_ahead=device != "cpu",
         ranks=ranks,
+        shards=shards if shards is not None and shards.trains else None,
     )
     ranks.same("the run", run.fingerprint | {"row packing": str(forward.packs)})
     _take_up(run)
@@ -334,7 +336,7 @@ def finish(run: Run, result: TrainResult) -> None:
     if result.stopped_by == "signal":
         return
     if run.cfg.load_best_model_at_end and run.state.best_step not in (None, run.state.step):
-        load_trained_weights(run.model, run.output_dir / f"checkpoint-{run.state.best_step}", run.runner.shards)
+        load_weights(run, run.output_dir / f"checkpoint-{run.state.best_step}")
         run.state.evaluated_at = None  # what was evaluated last is not what is saved
     if run.cfg.do_eval and run.evals and run.state.evaluated_at != run.state.step:
         evaluate_all(run)

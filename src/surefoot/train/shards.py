@@ -185,33 +185,12 @@ class Shards:
                 found[name] = by_id[key]
         return found
 
-    def whole_optimizer(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """Gather the optimizer's state on the main rank's host, as an optimizer over whole weights would have it.
-
-        All ranks must call it.
-
-        Args:
-            optimizer: over `trained`.
-
-        Returns:
-            Its `state_dict`; with moments on the main rank only.
-        """
-        state = optimizer.state_dict()
-        if not self.trains:
-            return state
-        like = self._by_place(optimizer)
-        whole = {
-            place: {key: self._whole(self._wrapped(value, like[place])) for key, value in entry.items()}
-            for place, entry in state["state"].items()
-        }
-        return {"state": whole if self.ranks.is_main else {}, "param_groups": state["param_groups"]}
-
     def load_optimizer(self, optimizer: torch.optim.Optimizer, whole: dict[str, Any]) -> None:
         """Take this rank's pieces of a whole optimizer's state.
 
         Args:
             optimizer: over `trained`.
-            whole: as `whole_optimizer` gave it, perhaps with another number of ranks.
+            whole: its `state_dict` over whole weights, as a run that is not sharded saves it.
         """
         if self.trains:
             like = self._by_place(optimizer)
