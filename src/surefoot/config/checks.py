@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from surefoot.config.key import TRAIN, Purpose
+from surefoot.config.zero import deepspeed_problems
 from surefoot.errors import Problem
 
 Values = dict[str, Any]
@@ -36,6 +37,7 @@ def contradictions(values: Values, given: Values, purpose: Purpose) -> Iterator[
         yield from _weights(values)
         yield from _run(values, given)
         yield from _evaluation(values)
+        yield from deepspeed_problems(values)
     if purpose == "chat" and values["do_sample"] and values["temperature"] == 0:
         yield Problem("is 0, which nothing can be drawn with", "set `do_sample: false` instead", key="temperature")
 

@@ -154,7 +154,7 @@ class TrainingKeys(Keys):
     average_tokens_across_devices: bool = accepted(True, "Average over all devices' tokens.", why.TOKEN_MEAN)
     debug: str | list[str] = accepted("", "Watch for overflow.", why.GUARD_WATCHES)
 
-    deepspeed: SettingsOrPath | None = not_yet(None, "DeepSpeed's settings.", why.DISTRIBUTED)
+    deepspeed: SettingsOrPath | None = works(None, "DeepSpeed's settings, a JSON file of ZeRO stage 0 to 3.")
     fsdp: bool | str | list[str] | None = not_yet(None, "FSDP's options.", why.DISTRIBUTED, harmless=("", [], False))
     fsdp_config: SettingsOrPath | None = accepted(None, "Settings of FSDP.", why.WITH_FSDP)
     fsdp_min_num_params: int = accepted(0, "Old.", why.WITH_FSDP)

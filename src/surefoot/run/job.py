@@ -93,6 +93,10 @@ def run_job(cfg: Config, console: Console) -> JobResult:
     ranks = Ranks.join(cfg, choice.device, os.environ)
     say(choice.message if ranks.alone else f"{choice.message} {place.world} processes, this is {ranks.names[0]}.")
     try:
+        if cfg.deepspeed is not None:
+            from surefoot.train.zero import prepare
+
+            cfg = prepare(cfg, ranks, choice.device, say)
         done = _run(cfg, ranks, choice.device, console, say, applied)
     except BaseException as error:
         ranks.announce(error)

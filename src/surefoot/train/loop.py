@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -80,6 +81,9 @@ class Run:
         looks_ahead: compute a step's gradients while the verdict on the step before travels to the host.
         ranks: that train together.
         state: what was done so far.
+        whole: while it is entered, the main rank can save weights, and the optimizer if asked: a collective where
+            other ranks hold parts of them.
+        alike: every rank evaluates, since none can without the others.
     """
 
     cfg: Config
@@ -100,6 +104,8 @@ class Run:
     looks_ahead: bool = False
     ranks: Ranks = field(default_factory=Ranks)
     state: RunState = field(default_factory=RunState)
+    whole: Callable[[bool], AbstractContextManager[None]] = lambda optimizer: nullcontext()  # noqa: E731
+    alike: bool = False
 
     def samples_of(self, done: int) -> list[Sample]:
         """Return the samples of the step after `done` steps, without those that the guard leaves out."""
@@ -249,13 +255,14 @@ def _between_steps(run: Run, ahead: Attempt | None, stopping: bool) -> str:
 def evaluate_all(run: Run) -> None:
     """Evaluate every set, tell the numbers, and remember whether they are the best so far.
 
-    Of several ranks, the main one evaluates.
+    Of several ranks, the main one evaluates; all do where each holds a part of the weights.
     """
     values: dict[str, float] = {}
     total_loss = total = 0.0
     runner = run.runner
     for name, table in run.evals.items():
-        numbers = run.ranks.on(0, partial(evaluate, runner.forward, table, runner.device, runner.tokens_per_pass))
+        work = partial(evaluate, runner.forward, table, runner.device, runner.tokens_per_pass)
+        numbers = run.ranks.gather(work())[0] if run.alike else run.ranks.on(0, work)
         event = EvalEvent(
             step=run.state.step,
             total_steps=run.schedule.total_steps,
@@ -285,7 +292,8 @@ def save(run: Run, random_state: dict[str, Any]) -> None:
         run: after a committed step.
         random_state: of all generators as that step left them.
     """
-    folder = run.ranks.on(0, lambda: _write_checkpoint(run, random_state))
+    with run.whole(not run.cfg.save_only_model):
+        folder = run.ranks.on(0, lambda: _write_checkpoint(run, random_state))
     for listener in run.listeners:
         listener.saved(run.state.step, folder)
 

@@ -102,6 +102,10 @@ def run_training(
             listener.started(facts)
         with emulation(cfg.emulate):
             look_before_training(run)
+            if cfg.deepspeed is not None:
+                from surefoot.train.zero import take_over
+
+                take_over(run)
             if device != "cpu":
                 torch.cuda.reset_peak_memory_stats(device)  # what looking took is no part of the plan
             result = with_memory(run, train(run))
@@ -312,7 +316,8 @@ def finish(run: Run, result: TrainResult) -> None:
         run.state.evaluated_at = None  # what was evaluated last is not what is saved
     if run.cfg.do_eval and run.evals and run.state.evaluated_at != run.state.step:
         evaluate_all(run)
-    run.ranks.on(0, lambda: _save_result(run))
+    with run.whole(False):
+        run.ranks.on(0, lambda: _save_result(run))
 
 
 def _save_result(run: Run) -> None:
