@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
-import json
-from pathlib import Path
 
 import pytest
-from crew import Fault, train
+from crew import train
 from test_ranks import assert_close, final_weights
 
 pytestmark = pytest.mark.skipif(
@@ -66,9 +64,7 @@ def alone(tiny, tmp_path_factory):
 def test_each_stage_trains_as_one_process_does(settings, tmp_path, alone, stage, world, kind, offload):
     """Twenty steps of unequal rows; in the last of an epoch most ranks have none."""
     changes = {"lora": LORA, "full": FULL}[kind]
-    told = train(
-        tmp_path / "crew", world, settings | changes | {"deepspeed": llama_factorys(stage, offload=offload)}
-    )
+    told = train(tmp_path / "crew", world, settings | changes | {"deepspeed": llama_factorys(stage, offload=offload)})
     one, weights = alone[kind]
     for member in told:
         assert member.error == ""

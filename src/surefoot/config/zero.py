@@ -96,7 +96,7 @@ def deepspeed_problems(values: Values) -> Iterator[Problem]:
     yield from _sections(settings)
     zero = settings.get("zero_optimization", {})
     if not isinstance(zero, dict) or zero.get("stage", 0) not in (0, 1, 2, 3):
-        yield _problem(f"`zero_optimization` has stage {zero!r}", "write `\"stage\": 2`, say")
+        yield _problem(f"`zero_optimization` has stage {zero!r}", 'write `"stage": 2`, say')
         return
     yield from _zero(zero)
     yield from _numbers(settings, values)
@@ -153,10 +153,10 @@ def _sections(settings: dict[str, Any]) -> Iterator[Problem]:
 def _zero(zero: dict[str, Any]) -> Iterator[Problem]:
     for key, value in zero.items():
         if value == "auto" and key not in AUTO:
-            yield _problem(f"`zero_optimization.{key}` cannot be \"auto\"", "write a value, or remove it")
+            yield _problem(f'`zero_optimization.{key}` cannot be "auto"', "write a value, or remove it")
     for what in ("offload_optimizer", "offload_param"):
         if _device(zero, what) not in ("none", "cpu"):
-            yield _problem(f"`{what}` to {_device(zero, what)} is not supported", "write `\"device\": \"cpu\"`")
+            yield _problem(f"`{what}` to {_device(zero, what)} is not supported", 'write `"device": "cpu"`')
     if _device(zero, "offload_param") != "none" and zero.get("stage") != 3:
         yield _problem(f"`offload_param` is for stage 3, not {zero.get('stage', 0)}", "remove it")
     for key, harmless in (("zenflow", None), ("zero_hpz_partition_size", 1), ("mics_shard_size", -1)):
@@ -202,7 +202,7 @@ def _device(zero: dict[str, Any], what: str) -> str:
 
 
 def _contradiction(theirs: str, key: str, ours: Any) -> Problem:
-    return _problem(f"{theirs}, but the YAML has `{key}: {ours}`", "write \"auto\" there, or change the YAML")
+    return _problem(f"{theirs}, but the YAML has `{key}: {ours}`", 'write "auto" there, or change the YAML')
 
 
 def _problem(message: str, hint: str) -> Problem:

@@ -115,7 +115,7 @@ def unfuse_lora(model: torch.nn.Module) -> None:
     """
     for module in model.modules():
         if type(module) is FusedLoraLinear:
-            module.__class__ = Linear
+            module.__class__ = Linear  # type: ignore[assignment]  # the class that `fuse_lora` took it from
 
 
 class _LoraLinear(torch.autograd.Function):

@@ -104,7 +104,7 @@ class Run:
     looks_ahead: bool = False
     ranks: Ranks = field(default_factory=Ranks)
     state: RunState = field(default_factory=RunState)
-    whole: Callable[[bool], AbstractContextManager[None]] = lambda optimizer: nullcontext()  # noqa: E731
+    whole: Callable[[bool], AbstractContextManager[None]] = lambda optimizer: nullcontext()
     alike: bool = False
 
     def samples_of(self, done: int) -> list[Sample]:

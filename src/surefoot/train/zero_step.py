@@ -19,7 +19,7 @@ from surefoot.model.randomness import get_random_state
 from surefoot.train.step import Attempt, StepRunner
 
 if TYPE_CHECKING:
-    from surefoot.train.zero import ZeroRun
+    from surefoot.train.zero_engine import ZeroRun
 
 
 @dataclass
@@ -40,17 +40,22 @@ class ZeroRunner(StepRunner):
         """Compute this rank's share of a step and exchange the verdicts on it; the gradients stay where they are."""
         ranks = self.ranks
         ranks.seed(self.seed, step)
+        if error is not None and self.zero.stage == 3:
+            raise error
         share, tokens = self.share_of(samples, ranks.place.rank), count_trained(samples)
         scene = self._scene(step, share, get_random_state(self.device), tokens)
         own: DeviceCheck | None = None
         chance = torch.zeros((), device=self.device)
         try:
             self.model.zero_grad(set_to_none=True)
-            if error is None and (count_trained(share) or self.zero.stage == 3):
-                scene, passes = self._run_alike(scene, samples) if self.zero.stage == 3 else self._run(step, share, tokens)
-                if passes.losses:
-                    own = check_gradients(step, self.trained, passes.losses, passes.rows, self.scale.value)
-                    chance = torch.stack(passes.chances).sum().float()
+            passes = Passes([], [], [])
+            if self.zero.stage == 3:
+                scene, passes = self._run_alike(scene, samples)
+            elif error is None and count_trained(share):
+                scene, passes = self._run(step, share, tokens)
+            if passes.losses:
+                own = check_gradients(step, self.trained, passes.losses, passes.rows, self.scale.value)
+                chance = torch.stack(passes.chances).sum().float()
         except Exception as caught:
             if self.zero.stage == 3:
                 raise  # the others wait for this rank inside the model, where no flag reaches them
@@ -123,7 +128,8 @@ class ZeroRunner(StepRunner):
             False when the sum is not finite though all shares are; the step is dropped then.
         """
         check, world = self.check, self.ranks.place.world
-        check.norms_N = (self.zero.reduce().sqrt() * (world / check.loss_scale)).float()  # DeepSpeed makes means of sums
+        to_sum = world / check.loss_scale  # DeepSpeed makes a mean of the shares
+        check.norms_N = (self.zero.reduce().sqrt() * to_sum).float()
         check.norm = torch.linalg.vector_norm(check.norms_N)
         if bool(check.norm.isfinite()):
             return True
