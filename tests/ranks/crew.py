@@ -140,10 +140,11 @@ def plant(fault: Fault, model: Any) -> None:
 
     save = checkpoint.save_model
     StepRunner.compute = armed
-    if fault.kind == "gradient":
+    if fault.kind in ("gradient", "huge"):
         # In its own product, so that only this step's backward feels it.
         first = next(p for p in model.parameters() if p.requires_grad)
-        first.register_hook(lambda grad: grad * float("inf") if spent() else None)
+        factor = float("inf") if fault.kind == "gradient" else 1e12
+        first.register_hook(lambda grad: grad * factor if spent() else None)
     elif fault.kind in ("loss", "exception", "memory"):
         model.get_input_embeddings().register_forward_hook(strike)
     elif fault.kind == "data":

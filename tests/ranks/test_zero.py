@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 
 import pytest
-from crew import train
+from crew import Fault, train
 from test_ranks import assert_close, final_weights
 
 pytestmark = pytest.mark.skipif(
@@ -73,3 +73,78 @@ def test_each_stage_trains_as_one_process_does(settings, tmp_path, alone, stage,
         assert member.norms == pytest.approx(one.norms, rel=1e-3)
         assert not member.events
     assert_close(weights, final_weights(tmp_path / "out"))
+
+
+@pytest.mark.parametrize(
+    ("world", "fault", "changes"),
+    [
+        (2, Fault("gradient", 1, 3), {}), (4, Fault("gradient", 1, 5), {}), (2, Fault("loss", 0, 4), {}),
+        (2, Fault("memory", 1, 3), {}), (2, Fault("weight", 1, 6), {}), (2, Fault("gradient", 1, 6), FULL),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_what_one_rank_suffers_is_mended_on_all(settings, tmp_path, alone, world, fault, changes):
+    """Nothing of the bad step is applied anywhere, whoever computes it again finds it sound, and the run is as it was."""
+    told = train(
+        tmp_path / "crew", world, settings | (changes or LORA) | {"deepspeed": llama_factorys(2)}, fault,
+        ahead=world == 4,
+    )  # fmt: skip
+    one, weights = alone["full" if changes else "lora"]
+    for member in told:
+        assert member.error == ""
+        assert member.losses == pytest.approx(one.losses, abs=1e-5)
+        assert [event["event"] for event in member.events] == [event["event"] for event in told[0].events]
+    assert_close(weights, final_weights(tmp_path / "out"))
+    found = [event for event in told[0].events if event["event"] == "diagnosis"]
+    if fault.kind == "memory":
+        assert not found
+        return
+    assert [(event["class"], event["details"]["rank"]) for event in found] == [("TRANSIENT", fault.rank)]
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_a_sum_that_overflows_on_its_way_is_dropped_by_all(settings, tmp_path, alone, offload):
+    """Every share is finite, but DeepSpeed was told to send gradients as float16."""
+    narrow = llama_factorys(2, offload=offload) | {"communication_data_type": "fp16"}
+    told = train(tmp_path / "crew", 2, settings | LORA | {"deepspeed": narrow}, Fault("huge", 1, 3))
+    for member in told:
+        assert member.error == ""
+        assert [event["class"] for event in member.events if event["event"] == "diagnosis"] == ["TRANSIENT"]
+        assert member.losses == pytest.approx(alone["lora"][0].losses, abs=1e-2)
+
+
+@pytest.mark.parametrize("kind", ["gradient", "exception"])
+def test_stage_3_ends_on_all_ranks_with_the_right_one_named(settings, tmp_path, kind):
+    told = train(tmp_path / "crew", 2, settings | {"deepspeed": llama_factorys(3)}, Fault(kind, 1, 3))
+    assert [len(member.losses) for member in told] == [2, 2]
+    assert max(member.seconds for member in told) < 40
+    if kind == "exception":
+        assert told[1].error.startswith("IndexError: planted")
+        assert told[0].error.startswith("OtherRankError: rank 1 (") and "planted" in told[0].error
+        return
+    for member in told:
+        assert member.error.startswith("NonFiniteStepError: step 3 is not finite")
+        assert "lora_A" in member.error and "Found on rank 1 (" in member.error and "not applied" in member.error
+    assert "rank" in told[0].events[-1] and told[0].events[-1]["event"] == "stopped"
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_checkpoint_goes_on_with_as_many_ranks_with_more_and_without_deepspeed(settings, tmp_path, stage):
+    settings |= {"save_strategy": "steps", "save_steps": 7, "max_steps": 12, "val_size": 0.1, "eval_strategy": "steps"}
+    settings |= {"eval_steps": 7, "deepspeed": llama_factorys(stage)}
+    straight = train(tmp_path / "straight", 2, settings)
+    assert straight[0].error == "" and straight[0].losses == straight[1].losses
+    weights = final_weights(tmp_path / "out")
+    for world, changes in ((2, {}), (4, {}), (1, {"deepspeed": None})):
+        (tmp_path / "out" / "checkpoint-12" / "surefoot" / "manifest.json").unlink()
+        for file in (tmp_path / "out").glob("*.safetensors"):
+            file.unlink()
+        told = train(tmp_path / f"resumed{world}", world, settings | changes)
+        for member in told:
+            assert (member.error, member.resumed_from) == ("", 7)
+            assert member.losses == pytest.approx(straight[0].losses[7:], abs=1e-5)
+        if world == 2:
+            assert told[0].losses == straight[0].losses[7:]
+            again = final_weights(tmp_path / "out")
+            assert all(weights[name].equal(again[name]) for name in weights)
+        assert_close(weights, final_weights(tmp_path / "out"))
