@@ -94,8 +94,11 @@ def take_over(run: Run) -> None:
     """Put DeepSpeed's engine under a run that is ready for its first step.
 
     Args:
-        run: assembled, restored and looked at; its runner, gate and optimizer are replaced.
+        run: assembled, restored and looked at; its runner, gate and optimizer are replaced, unless there is nothing
+            to cut.
     """
+    if run.ranks.alone or stage_of(read_deepspeed(run.cfg.deepspeed or {})) == 0:
+        return
     from surefoot.train.zero_engine import ZeroGate, ZeroOptimizer, ZeroRun
     from surefoot.train.zero_step import ZeroRunner
 

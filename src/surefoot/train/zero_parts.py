@@ -157,7 +157,8 @@ class Parts:
                 state = whole.setdefault(numbers[piece.name], {})
                 for key, value in flats[piece.flat].items():
                     if not isinstance(value, torch.Tensor) or value.ndim == 0:
-                        state[key] = value
+                        # A tensor each: torch counts each parameter's steps in place.
+                        state[key] = value.clone() if isinstance(value, torch.Tensor) else value
                         continue
                     shape = self.shapes[piece.name]
                     into = state.setdefault(key, torch.zeros(shape, dtype=value.dtype)).view(-1)
