@@ -36,7 +36,7 @@ def problem_of(settings, **values):
         ({"tensor_parallel": {"autotp_size": 2}}, {}, "not supported here", "remove"),
         ({"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "nvme"}}}, {}, "nvme", "cpu"),
         ({"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}}, {}, "is for stage 3, not 2", ""),
-        ({"zero_optimization": {"stage": 2, "allgather_bucket_size": "auto"}}, {}, "cannot be \"auto\"", "value"),
+        ({"zero_optimization": {"stage": 2, "allgather_bucket_size": "auto"}}, {}, 'cannot be "auto"', "value"),
     ],
 )
 def test_one_clear_problem(settings, values, message, hint):
@@ -65,7 +65,12 @@ def test_what_agrees_or_is_off_is_no_problem():
 
 def test_the_engine_gets_everything_else_untouched(tmp_path):
     file = tmp_path / "ds.json"
-    zero = {"stage": 3, "overlap_comm": True, "reduce_bucket_size": "auto", "stage3_param_persistence_threshold": "auto"}
+    zero = {
+        "stage": 3,
+        "overlap_comm": True,
+        "reduce_bucket_size": "auto",
+        "stage3_param_persistence_threshold": "auto",
+    }
     file.write_text(json.dumps({"zero_optimization": zero, "steps_per_print": 7, "train_batch_size": "auto"}))
     cfg = make_config(BASE | {"deepspeed": str(file)})
     made = engine_settings(read_deepspeed(cfg.deepspeed), dict(cfg), 4, 64)

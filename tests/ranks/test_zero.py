@@ -8,6 +8,8 @@ import pytest
 from crew import Fault, train
 from test_ranks import assert_close, final_weights
 
+from helpers import save_tiny_model
+
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed: pip install --no-deps deepspeed"
 )
@@ -57,8 +59,11 @@ def alone(tiny, tmp_path_factory):
 @pytest.mark.parametrize(
     ("stage", "world", "kind", "offload"),
     [
-        (2, 2, "lora", False), (2, 2, "full", False), (2, 4, "lora", False), (2, 4, "full", False),
-        (1, 2, "full", False), (3, 2, "lora", False), (3, 2, "full", False), (2, 2, "full", True), (3, 2, "full", True),
+        (2, 2, "full", False), (2, 4, "lora", False), (1, 2, "full", False), (3, 2, "lora", False),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in (
+            (2, 2, "lora", False), (2, 4, "full", False), (1, 2, "lora", False), (3, 2, "full", False),
+            (2, 2, "full", True), (3, 2, "full", True),
+        )),
     ],
 )  # fmt: skip
 def test_each_stage_trains_as_one_process_does(settings, tmp_path, alone, stage, world, kind, offload):
@@ -78,13 +83,16 @@ def test_each_stage_trains_as_one_process_does(settings, tmp_path, alone, stage,
 @pytest.mark.parametrize(
     ("world", "fault", "changes"),
     [
-        (2, Fault("gradient", 1, 3), {}), (4, Fault("gradient", 1, 5), {}), (2, Fault("loss", 0, 4), {}),
-        (2, Fault("memory", 1, 3), {}), (2, Fault("weight", 1, 6), {}), (2, Fault("gradient", 1, 6), FULL),
+        (2, Fault("gradient", 1, 3), {}), (2, Fault("weight", 1, 6), {}),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in (
+            (4, Fault("gradient", 1, 5), {}), (2, Fault("loss", 0, 4), {}), (2, Fault("memory", 1, 3), {}),
+            (2, Fault("gradient", 1, 6), FULL), (2, Fault("weight", 0, 6), FULL), (2, Fault("frozen", 1, 6), {}),
+        )),
     ],
     ids=str,
 )  # fmt: skip
 def test_what_one_rank_suffers_is_mended_on_all(settings, tmp_path, alone, world, fault, changes):
-    """Nothing of the bad step is applied anywhere, whoever computes it again finds it sound, and the run is as it was."""
+    """Nothing of the bad step is applied anywhere; computed again it is sound, and the run is as it was."""
     told = train(
         tmp_path / "crew", world, settings | (changes or LORA) | {"deepspeed": llama_factorys(2)}, fault,
         ahead=world == 4,
@@ -102,7 +110,7 @@ def test_what_one_rank_suffers_is_mended_on_all(settings, tmp_path, alone, world
     assert [(event["class"], event["details"]["rank"]) for event in found] == [("TRANSIENT", fault.rank)]
 
 
-@pytest.mark.parametrize("offload", [False, True])
+@pytest.mark.parametrize("offload", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_sum_that_overflows_on_its_way_is_dropped_by_all(settings, tmp_path, alone, offload):
     """Every share is finite, but DeepSpeed was told to send gradients as float16."""
     narrow = llama_factorys(2, offload=offload) | {"communication_data_type": "fp16"}
@@ -128,7 +136,7 @@ def test_stage_3_ends_on_all_ranks_with_the_right_one_named(settings, tmp_path, 
     assert "rank" in told[0].events[-1] and told[0].events[-1]["event"] == "stopped"
 
 
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("stage", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_a_checkpoint_goes_on_with_as_many_ranks_with_more_and_without_deepspeed(settings, tmp_path, stage):
     settings |= {"save_strategy": "steps", "save_steps": 7, "max_steps": 12, "val_size": 0.1, "eval_strategy": "steps"}
     settings |= {"eval_steps": 7, "deepspeed": llama_factorys(stage)}
@@ -148,3 +156,24 @@ def test_a_checkpoint_goes_on_with_as_many_ranks_with_more_and_without_deepspeed
             again = final_weights(tmp_path / "out")
             assert all(weights[name].equal(again[name]) for name in weights)
         assert_close(weights, final_weights(tmp_path / "out"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("kind", ["killed", "stopped"])
+def test_a_rank_that_is_gone_or_stands_still_is_named(settings, tmp_path, stage, kind):
+    changes = {"ddp_timeout": 6, "deepspeed": llama_factorys(stage)}
+    told = train(tmp_path / "crew", 2, settings | changes, Fault(kind, 1, 3))
+    assert told[0].error.startswith("OtherRankError: rank 1 (") and "does not answer" in told[0].error
+    assert told[0].seconds < 45
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [2, 3])
+def test_tied_embeddings_are_saved_once(settings, tmp_path, stage):
+    settings |= FULL | {"model_name_or_path": str(save_tiny_model(tmp_path / "tied", tie_word_embeddings=True))}
+    alone = train(tmp_path / "one", 1, settings | {"output_dir": str(tmp_path / "out1")})
+    told = train(tmp_path / "crew", 2, settings | {"deepspeed": llama_factorys(stage)})
+    assert [member.error for member in alone + told] == [""] * 3
+    assert told[0].losses == pytest.approx(alone[0].losses, abs=1e-5)
+    assert_close(final_weights(tmp_path / "out1"), final_weights(tmp_path / "out"))

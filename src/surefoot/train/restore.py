@@ -38,7 +38,8 @@ def restore(run: Run, checkpoint: Checkpoint, *, same_process: bool = False) -> 
     load_trained_weights(run.model, checkpoint.folder)
 
     def read(name: str) -> Any:
-        return torch.load(checkpoint.folder / name, map_location="cpu", weights_only=True)
+        # Mapped, not read: the ranks of a machine share its pages.
+        return torch.load(checkpoint.folder / name, map_location="cpu", weights_only=True, mmap=True)
 
     run.optimizer.load_state_dict(read("optimizer.pt"))
     run.scheduler.load_state_dict(read("scheduler.pt"))

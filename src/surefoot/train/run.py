@@ -165,6 +165,10 @@ def assemble(
     ranks.copy_from_main_(list(runner.trained.values()))
     schedule = make_schedule(cfg, order, evaluates=bool(data.evals))
     optimizer = build_optimizer(loaded.model, cfg)
+    if cfg.deepspeed is not None:
+        from surefoot.train.zero import load_on_host
+
+        load_on_host(optimizer)
     run = Run(
         cfg=cfg,
         model=loaded.model,

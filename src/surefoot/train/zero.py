@@ -20,6 +20,8 @@ from surefoot.config.zero import engine_settings, read_deepspeed, stage_of
 from surefoot.errors import UserError
 
 if TYPE_CHECKING:
+    import torch
+
     from surefoot.config import Config
     from surefoot.train.loop import Run
     from surefoot.train.ranks import Ranks
@@ -73,8 +75,7 @@ def import_deepspeed(device: str) -> Any:
     Raises:
         UserError: it is not installed, cannot be imported, or is too old.
     """
-    install = f"DS_BUILD_OPS=0 {sys.executable} -m pip install --no-deps --no-build-isolation"
-    hint = f'{sys.executable} -m pip install {REQUIRES} && {install} "{REQUIREMENT}" (no other torch comes with it)'
+    hint = f'DS_BUILD_OPS=0 {sys.executable} -m pip install --no-deps "{REQUIREMENT}" {REQUIRES}'  # no other torch
     if importlib.util.find_spec("deepspeed") is None:
         raise UserError("the YAML asks for DeepSpeed, which is not installed", hint=hint, key="deepspeed")
     os.environ.setdefault("DS_ACCELERATOR", device)  # else it takes a card that the YAML does not want, or warns
@@ -88,6 +89,23 @@ def import_deepspeed(device: str) -> Any:
         message = f"DeepSpeed {deepspeed.__version__} cannot hold a step's reduction back until it is judged"
         raise UserError(message, hint=hint, key="deepspeed")
     return deepspeed
+
+
+def load_on_host(optimizer: torch.optim.Optimizer) -> None:
+    """Keep a checkpoint's optimizer state in the host's memory until it is cut: it may be too large for one card.
+
+    Args:
+        optimizer: of a run that goes onto DeepSpeed's engine; its `load_state_dict` is replaced.
+    """
+
+    def load(state: dict[str, Any]) -> None:
+        for group, saved in zip(optimizer.param_groups, state["param_groups"], strict=True):
+            for parameter, number in zip(group["params"], saved["params"], strict=True):
+                if number in state["state"]:
+                    optimizer.state[parameter] = state["state"][number]
+            group.update({key: value for key, value in saved.items() if key != "params"})
+
+    optimizer.load_state_dict = load  # type: ignore[method-assign]
 
 
 def take_over(run: Run) -> None:
