@@ -38,8 +38,9 @@ def restore(run: Run, checkpoint: Checkpoint, *, same_process: bool = False) -> 
     load_trained_weights(run.model, checkpoint.folder)
 
     def read(name: str) -> Any:
-        # Mapped, not read: the ranks of a machine share its pages.
-        return torch.load(checkpoint.folder / name, map_location="cpu", weights_only=True, mmap=True)
+        # Where each rank takes a part only, the file is mapped: the ranks of a machine share its pages.
+        mapped = run.cfg.deepspeed is not None
+        return torch.load(checkpoint.folder / name, map_location="cpu", weights_only=True, mmap=mapped)
 
     run.optimizer.load_state_dict(read("optimizer.pt"))
     run.scheduler.load_state_dict(read("scheduler.pt"))

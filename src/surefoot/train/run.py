@@ -43,6 +43,7 @@ from surefoot.train.schedule import make_schedule
 from surefoot.train.signals import StopRequest
 from surefoot.train.single import SingleRows
 from surefoot.train.step import StepRunner
+from surefoot.train.zero import load_on_host, take_over
 
 if TYPE_CHECKING:
     from surefoot.config import Config
@@ -102,10 +103,7 @@ def run_training(
             listener.started(facts)
         with emulation(cfg.emulate):
             look_before_training(run)
-            if cfg.deepspeed is not None:
-                from surefoot.train.zero import take_over
-
-                take_over(run)
+            take_over(run)
             if device != "cpu":
                 torch.cuda.reset_peak_memory_stats(device)  # what looking took is no part of the plan
             result = with_memory(run, train(run))
@@ -165,10 +163,7 @@ def assemble(
     ranks.copy_from_main_(list(runner.trained.values()))
     schedule = make_schedule(cfg, order, evaluates=bool(data.evals))
     optimizer = build_optimizer(loaded.model, cfg)
-    if cfg.deepspeed is not None:
-        from surefoot.train.zero import load_on_host
-
-        load_on_host(optimizer)
+    load_on_host(optimizer, cfg, ranks)
     run = Run(
         cfg=cfg,
         model=loaded.model,

@@ -60,6 +60,8 @@ def prepare(cfg: Config, ranks: Ranks, device: str, tell: Callable[[str], None])
         raise UserError(_said(error), hint="mend the file that `deepspeed` names", key="deepspeed") from error
     words = {1: "the optimizer's state is cut", 2: "the optimizer's state is cut", 3: "weights and moments are cut"}
     tell(f"DeepSpeed {deepspeed.__version__}: ZeRO stage {stage}, {words[stage]} into {ranks.place.world} parts.")
+    if cfg.fp16:
+        tell("DeepSpeed: the loss scale is Surefoot's own; the other settings of `fp16` are not used.")
     return cfg.model_copy(update={"compile": False}) if stage == 3 else cfg
 
 
@@ -91,12 +93,16 @@ def import_deepspeed(device: str) -> Any:
     return deepspeed
 
 
-def load_on_host(optimizer: torch.optim.Optimizer) -> None:
+def load_on_host(optimizer: torch.optim.Optimizer, cfg: Config, ranks: Ranks) -> None:
     """Keep a checkpoint's optimizer state in the host's memory until it is cut: it may be too large for one card.
 
     Args:
-        optimizer: of a run that goes onto DeepSpeed's engine; its `load_state_dict` is replaced.
+        optimizer: of a run; if it goes onto DeepSpeed's engine, its `load_state_dict` is replaced.
+        cfg: the YAML.
+        ranks: of the run.
     """
+    if not _cuts(cfg, ranks):
+        return
 
     def load(state: dict[str, Any]) -> None:
         for group, saved in zip(optimizer.param_groups, state["param_groups"], strict=True):
@@ -115,7 +121,7 @@ def take_over(run: Run) -> None:
         run: assembled, restored and looked at; its runner, gate and optimizer are replaced, unless there is nothing
             to cut.
     """
-    if run.ranks.alone or stage_of(read_deepspeed(run.cfg.deepspeed or {})) == 0:
+    if not _cuts(run.cfg, run.ranks):
         return
     from surefoot.train.zero_engine import ZeroGate, ZeroOptimizer, ZeroRun
     from surefoot.train.zero_step import ZeroRunner
@@ -130,11 +136,18 @@ def take_over(run: Run) -> None:
     points = run.guard.points
     if zero.stage == 3:  # no rank holds a weight: nothing can be looked at, computed again or put back on one
         run.guard.frozen = run.guard.integrity = run.guard.points = None
+        if run.guard.mode == "heal":
+            run.guard.mode = "watch"
+            run.tell("Guard: in ZeRO stage 3 it watches: a bad step ends the run with rank and tensors named.")
         run.alike = True
         run.looks_ahead = False
         run.runner.forward.chunked = False  # the head's weight is there while the head itself runs
     elif points is not None:
         points.points = [zero.flattened(point) for point in points.points]
+
+
+def _cuts(cfg: Config, ranks: Ranks) -> bool:
+    return cfg.deepspeed is not None and not ranks.alone and stage_of(read_deepspeed(cfg.deepspeed)) > 0
 
 
 def _said(error: BaseException) -> str:
