@@ -81,7 +81,7 @@ class Run:
         looks_ahead: compute a step's gradients while the verdict on the step before travels to the host.
         ranks: that train together.
         state: what was done so far.
-        whole: while it is entered, the main rank can save weights, and the optimizer if asked: a collective where
+        gathered: while it is entered, the main rank can save weights, and the optimizer if asked: a collective where
             other ranks hold parts of them.
         alike: every rank evaluates, since none can without the others.
     """
@@ -104,7 +104,7 @@ class Run:
     looks_ahead: bool = False
     ranks: Ranks = field(default_factory=Ranks)
     state: RunState = field(default_factory=RunState)
-    whole: Callable[[bool], AbstractContextManager[None]] = lambda optimizer: nullcontext()
+    gathered: Callable[[bool], AbstractContextManager[None]] = lambda optimizer: nullcontext()
     alike: bool = False
 
     def samples_of(self, done: int) -> list[Sample]:
@@ -292,7 +292,7 @@ def save(run: Run, random_state: dict[str, Any]) -> None:
         run: after a committed step.
         random_state: of all generators as that step left them.
     """
-    with run.whole(not run.cfg.save_only_model):
+    with run.gathered(not run.cfg.save_only_model):
         folder = run.ranks.on(0, lambda: _write_checkpoint(run, random_state))
     for listener in run.listeners:
         listener.saved(run.state.step, folder)

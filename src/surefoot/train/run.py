@@ -315,7 +315,7 @@ def finish(run: Run, result: TrainResult) -> None:
         run.state.evaluated_at = None  # what was evaluated last is not what is saved
     if run.cfg.do_eval and run.evals and run.state.evaluated_at != run.state.step:
         evaluate_all(run)
-    with run.whole(False):
+    with run.gathered(False):
         run.ranks.on(0, lambda: _save_result(run))
 
 

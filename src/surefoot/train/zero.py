@@ -132,7 +132,7 @@ def take_over(run: Run) -> None:
     run.runner = runner
     run.optimizer = ZeroOptimizer(zero)  # type: ignore[assignment]
     run.gate = ZeroGate(runner)  # type: ignore[assignment]
-    run.whole = zero.gathered
+    run.gathered = zero.gathered
     points = run.guard.points
     if zero.stage == 3:  # no rank holds a weight: nothing can be looked at, computed again or put back on one
         run.guard.frozen = run.guard.integrity = run.guard.points = None
