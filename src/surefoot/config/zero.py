@@ -88,6 +88,8 @@ def deepspeed_problems(values: Values) -> Iterator[Problem]:
     """
     if values["deepspeed"] is None:
         return
+    if values["fsdp"]:
+        yield Problem("does not go with `deepspeed`: both would cut the model", "remove one of them", key="fsdp")
     try:
         settings = read_deepspeed(values["deepspeed"])
     except UserError as error:

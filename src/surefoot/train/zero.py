@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
-from surefoot.config.zero import engine_settings, read_deepspeed, stage_of
+from surefoot.config.zero import engine_settings, offloads, read_deepspeed, stage_of
 from surefoot.errors import UserError
 
 if TYPE_CHECKING:
@@ -50,7 +50,8 @@ def prepare(cfg: Config, ranks: Ranks, device: str, tell: Callable[[str], None])
     stage = stage_of(settings)
     if stage == 0 or ranks.alone:
         why = "ZeRO stage 0 cuts nothing" if stage == 0 else "one process has nobody to share with"
-        tell(f"DeepSpeed: {why}; the run goes on without it.")
+        too = " and without its offload" if offloads(settings) else ""
+        tell(f"DeepSpeed: {why}; the run goes on without it{too}.")
         return cfg.model_copy(update={"deepspeed": None})
     deepspeed = import_deepspeed(device.partition(":")[0])
     filled = engine_settings(settings, dict(cfg), ranks.place.world, 1)
