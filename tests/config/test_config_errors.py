@@ -57,7 +57,7 @@ def problem_of(given, purpose="train") -> Problem:
         ({"compute_dtype": "fp8"}, "'fp8' is not a choice", "float32"),
         ({"seed": None}, "has no value", "its default is 42"),
         ({"flash_attn": "fa2"}, "'fa2' is not supported yet", "auto"),
-        ({"deepspeed": "x.json"}, "is not supported yet ('x.json')", "or shards it by"),
+        ({"deepspeed": "x.json"}, "x.json cannot be read", "name a JSON file"),
         ({"lora_rnk": 1}, "there is no such key", "`lora_rank`"),
         ({"learning-rate": 1}, "there is no such key", "did you mean `learning_rate`?"),
         ({"Bf16": True}, "there is no such key", "did you mean `bf16`?"),

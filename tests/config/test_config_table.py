@@ -58,7 +58,7 @@ def test_what_is_not_there_yet_is_refused_by_name(info):
     kind = next((kind for kind in info.types if kind in wanted), None)
     words = {"mixture_of_depths": "convert", "quantization_device_map": "auto"}
     value = wanted[kind] if kind else words.get(info.name, "desc_init")
-    if info.name in ("deepspeed", "accelerator_config", "parallelism_config"):
+    if info.name in ("accelerator_config", "parallelism_config"):
         value = {"a": 1}
     purpose = info.purposes[0]
     with pytest.raises(UserError) as caught:

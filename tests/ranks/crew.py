@@ -165,10 +165,11 @@ def plant(fault: Fault, model: Any) -> None:
     save, digests = checkpoint.save_model, checkpoint._digests
     watch = shards.Shards.watch_own_gradients
     StepRunner.compute = armed
-    if fault.kind in ("gradient", "flaky"):
+    if fault.kind in ("gradient", "flaky", "huge"):
         # In its own product, so that only this step's backward feels it.
         first = next(p for p in model.parameters() if p.requires_grad)
-        first.register_hook(lambda grad: grad * float("inf") if spent() else None)
+        factor = 1e12 if fault.kind == "huge" else float("inf")
+        first.register_hook(lambda grad: grad * factor if spent() else None)
         shards.Shards.watch_own_gradients = watched
     elif fault.kind in ("loss", "exception", "memory"):
         model.get_input_embeddings().register_forward_hook(strike)

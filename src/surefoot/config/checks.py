@@ -7,6 +7,7 @@ from typing import Any
 
 from surefoot.config.key import TRAIN, Purpose
 from surefoot.config.sharding import ELEMENTWISE, read_sharding
+from surefoot.config.zero import deepspeed_problems
 from surefoot.errors import Problem, UserError
 
 Values = dict[str, Any]
@@ -38,6 +39,7 @@ def contradictions(values: Values, given: Values, purpose: Purpose) -> Iterator[
         yield from _sharding(values)
         yield from _run(values, given)
         yield from _evaluation(values)
+        yield from deepspeed_problems(values)
     if purpose == "chat" and values["do_sample"] and values["temperature"] == 0:
         yield Problem("is 0, which nothing can be drawn with", "set `do_sample: false` instead", key="temperature")
 

@@ -154,7 +154,7 @@ class TrainingKeys(Keys):
     average_tokens_across_devices: bool = accepted(True, "Average over all devices' tokens.", why.TOKEN_MEAN)
     debug: str | list[str] = accepted("", "Watch for overflow.", why.GUARD_WATCHES)
 
-    deepspeed: SettingsOrPath | None = not_yet(None, "DeepSpeed's settings.", why.DISTRIBUTED)
+    deepspeed: SettingsOrPath | None = works(None, "DeepSpeed's settings, a JSON file of ZeRO stage 0 to 3.")
     fsdp: bool | str | list[str] | None = works(None, "Shard the model over the processes, and how.")
     fsdp_config: SettingsOrPath | None = works(None, "Settings of it, or their file.")
     fsdp_min_num_params: int = accepted(0, "Old.", why.SHARD_LAYERS)

@@ -327,7 +327,7 @@ TRAINING = {
     "liger_kernel_config": "使用哪些 Liger 内核。",
     "average_tokens_across_devices": "按所有设备的词元取平均。",
     "debug": "监视溢出。",
-    "deepspeed": "DeepSpeed 的设置。",
+    "deepspeed": "DeepSpeed 的设置：ZeRO 阶段 0 到 3 的 JSON 文件。",
     "fsdp": "把模型切分到各进程，以及如何切分。",
     "fsdp_config": "其设置，或设置文件。",
     "fsdp_min_num_params": "旧。",

@@ -107,6 +107,17 @@ def fuse_lora(model: torch.nn.Module) -> int:
     return len(layers)
 
 
+def unfuse_lora(model: torch.nn.Module) -> None:
+    """Give LoRA linears PEFT's own forward back, which calls each of its modules: DeepSpeed fetches weights then.
+
+    Args:
+        model: changed in place.
+    """
+    for module in model.modules():
+        if type(module) is FusedLoraLinear:
+            module.__class__ = Linear  # type: ignore[assignment]  # the class that `fuse_lora` took it from
+
+
 class _LoraLinear(torch.autograd.Function):
     @staticmethod
     def forward(

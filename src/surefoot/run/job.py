@@ -98,6 +98,10 @@ def run_job(cfg: Config, console: Console) -> JobResult:
     say(choice.message if ranks.alone else f"{choice.message} {place.world} processes, this is {ranks.names[0]}.")
     try:
         test_links(ranks, choice.device, say)
+        if cfg.deepspeed is not None:
+            from surefoot.train.zero import prepare
+
+            cfg = prepare(cfg, ranks, choice.device, say)
         done = _run(cfg, ranks, choice.device, console, say, applied)
     except BaseException as error:
         ranks.announce(error)

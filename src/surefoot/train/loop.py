@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -87,6 +87,9 @@ class Run:
         state: what was done so far.
         saver: of the checkpoint that is on its way to the disk.
         shards: of what is trained, where each rank holds a part of it; None where every rank holds all.
+        gathered: while it is entered, the main rank can save weights, and the optimizer if asked: a collective where
+            other ranks hold parts of them.
+        alike: every rank evaluates, since none can without the others.
     """
 
     cfg: Config
@@ -109,6 +112,8 @@ class Run:
     state: RunState = field(default_factory=RunState)
     saver: Saver = field(default_factory=Saver)
     shards: Shards | None = None
+    gathered: Callable[[bool], AbstractContextManager[None]] = lambda optimizer: nullcontext()
+    alike: bool = False
 
     def samples_of(self, done: int) -> list[Sample]:
         """Return the samples of the step after `done` steps, without those that the guard leaves out."""
@@ -119,12 +124,12 @@ class Run:
         """True where this rank holds only pieces of what is trained."""
         return self.runner.shards is not None and self.runner.shards.trains
 
-    def whole(self) -> contextlib.AbstractContextManager[None]:
+    def whole(self) -> AbstractContextManager[None]:
         """Have the whole model on every rank, so that one can run it alone; all ranks must enter.
 
         Raises on entering where it does not fit (`NoRoomError`); nothing is done where nothing is sharded.
         """
-        return contextlib.nullcontext() if self.runner.shards is None else self.runner.shards.whole()
+        return nullcontext() if self.runner.shards is None else self.runner.shards.whole()
 
     def one_runs(self, rank: int, work: Callable[[], T]) -> T:
         """Let one rank run the model while the others wait, as `Ranks.on`.
@@ -293,14 +298,14 @@ def _between_steps(run: Run, ahead: Attempt | None, stopping: bool) -> str:
 def evaluate_all(run: Run) -> None:
     """Evaluate every set, tell the numbers, and remember whether they are the best so far.
 
-    Of several ranks, the main one evaluates; where the model is sharded, all do the same together.
+    Of several ranks, the main one evaluates; all do where each holds a part of the weights.
     """
     values: dict[str, float] = {}
     total_loss = total = 0.0
     runner = run.runner
     for name, table in run.evals.items():
         work = partial(evaluate, runner.forward, table, runner.device, runner.tokens_per_pass)
-        numbers = run.ranks.on(0, work) if runner.shards is None else run.ranks.gather(work())[0]
+        numbers = run.ranks.gather(run.ranks._wait_for(work))[0] if run.alike else run.ranks.on(0, work)
         event = EvalEvent(
             step=run.state.step,
             total_steps=run.schedule.total_steps,

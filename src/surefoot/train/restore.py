@@ -41,7 +41,9 @@ def restore(run: Run, checkpoint: Checkpoint, *, same_process: bool = False) -> 
     load_weights(run, checkpoint.folder, run.optimizer)
 
     def read(name: str) -> Any:
-        return torch.load(checkpoint.folder / name, map_location="cpu", weights_only=True)
+        # Where each rank takes a part only, the file is mapped: the ranks of a machine share its pages.
+        mapped = run.cfg.deepspeed is not None
+        return torch.load(checkpoint.folder / name, map_location="cpu", weights_only=True, mmap=mapped)
 
     if not is_sharded(checkpoint.folder):
         if run.runner.shards is None:

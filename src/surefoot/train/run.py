@@ -43,6 +43,7 @@ from surefoot.train.shards import Shards, shard_as_asked
 from surefoot.train.signals import StopRequest
 from surefoot.train.single import SingleRows
 from surefoot.train.step import StepRunner
+from surefoot.train.zero import load_on_host, take_over
 
 if TYPE_CHECKING:
     from surefoot.config import Config
@@ -102,6 +103,7 @@ def run_training(
             listener.started(facts)
         with emulation(cfg.emulate):
             look_before_training(run)
+            take_over(run)
             if device != "cpu":
                 torch.cuda.reset_peak_memory_stats(device)  # what looking took is no part of the plan
             with startup_frozen():
@@ -165,6 +167,7 @@ def assemble(
         ranks.copy_from_main_(list(runner.trained.values()))
     schedule = make_schedule(cfg, order, evaluates=bool(data.evals))
     optimizer = build_optimizer(loaded.model, cfg, runner.trained)
+    load_on_host(optimizer, cfg, ranks)
     run = Run(
         cfg=cfg,
         model=loaded.model,
@@ -184,6 +187,7 @@ def assemble(
         looks_ahead=device != "cpu",
         ranks=ranks,
         shards=shards if shards is not None and shards.trains else None,
+        alike=shards is not None,
     )
     ranks.same("the run", run.fingerprint | {"row packing": str(forward.packs)})
     _take_up(run)
@@ -341,7 +345,8 @@ def finish(run: Run, result: TrainResult) -> None:
     if run.cfg.do_eval and run.evals and run.state.evaluated_at != run.state.step:
         evaluate_all(run)
     weights = whole_weights(run)
-    run.ranks.on(0, lambda: _save_result(run, weights))
+    with run.gathered(False):
+        run.ranks.on(0, lambda: _save_result(run, weights))
 
 
 def _save_result(run: Run, weights: dict[str, torch.Tensor] | None) -> None:

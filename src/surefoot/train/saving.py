@@ -174,7 +174,8 @@ def save(run: Run, random_state: dict[str, Any]) -> None:
         _begin_pieces(run, run.shards, random_state)
     else:
         whole = whole_weights(run)
-        run.ranks.on(0, lambda: _begin_whole(run, random_state, whole))
+        with run.gathered(not run.cfg.save_only_model):
+            run.ranks.on(0, lambda: _begin_whole(run, random_state, whole))
     saver.expect(step, run.output_dir / f"checkpoint-{step}")
     saver.look(run)
 
