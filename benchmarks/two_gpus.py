@@ -6,7 +6,8 @@ of it by FSDP2, and one process on one card. Each runs several short jobs and wr
 they are compared. Exit code 1 when a bound is broken. The variables of the machine's NVLink are left alone.
 
     python benchmarks/two_gpus.py              two GPUs, under nine minutes
-    python benchmarks/two_gpus.py --on one     two processes on one GPU, by gloo, four layers: all but the speed
+    python benchmarks/two_gpus.py --on one     two processes on one GPU, four layers: replicas only, since gloo cannot
+                                               gather pieces there, and nothing about speed
     python benchmarks/two_gpus.py --on cpu     two processes on the CPU, tiny: the same in float32
 """
 
@@ -365,7 +366,7 @@ def main() -> int:
     """Start everything, or work as one of the processes."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--on", choices=["cards", "one", "cpu"], default="cards", help="two cards, one card, the CPU")
-    parser.add_argument("--only", default=",".join(STARTS), help="starts, comma separated")
+    parser.add_argument("--only", help="starts, comma separated")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -377,7 +378,8 @@ def main() -> int:
 
         folder = Path(place)
         save_tiny_model(folder / "model")
-        for name in options.only.split(","):
+        possible = ["replicas", "one"] if options.on == "one" else list(STARTS)
+        for name in options.only.split(",") if options.only else possible:
             wrong = start(name, folder, options.on)
             print(f"{name}: done after {time.perf_counter() - began:.0f} s{' - ' + wrong if wrong else ''}", flush=True)
         broken = compare(folder, options.on)
