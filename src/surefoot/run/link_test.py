@@ -168,7 +168,7 @@ def _timed(ranks: Ranks, tensor: torch.Tensor) -> float:
     if tensor.device.type == "cuda":
         torch.cuda.synchronize()
     began = time.perf_counter()
-    ranks._wait_for(lambda: dist.all_reduce(tensor))  # `sum_` would time its copies as well
+    ranks.wait_for(lambda: dist.all_reduce(tensor))  # `sum_` would time its copies as well
     if tensor.device.type == "cuda":
         torch.cuda.synchronize()
     return _agreed(ranks, time.perf_counter() - began)

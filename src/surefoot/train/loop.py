@@ -305,7 +305,7 @@ def evaluate_all(run: Run) -> None:
     runner = run.runner
     for name, table in run.evals.items():
         work = partial(evaluate, runner.forward, table, runner.device, runner.tokens_per_pass)
-        numbers = run.ranks.gather(run.ranks._wait_for(work))[0] if run.alike else run.ranks.on(0, work)
+        numbers = run.ranks.gather(run.ranks.wait_for(work))[0] if run.alike else run.ranks.on(0, work)
         event = EvalEvent(
             step=run.state.step,
             total_steps=run.schedule.total_steps,

@@ -130,7 +130,7 @@ class Ranks:
         for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
             for group in _bundles([tensor for tensor in tensors if tensor.dtype == dtype]):
                 flat = torch.cat([tensor.detach().reshape(-1) for tensor in group])
-                self._wait_for(lambda flat=flat: dist.all_reduce(flat))
+                self.wait_for(lambda flat=flat: dist.all_reduce(flat))
                 parts = flat.split([tensor.numel() for tensor in group])
                 with torch.no_grad():
                     torch._foreach_copy_(
@@ -147,7 +147,7 @@ class Ranks:
         import torch.distributed as dist
 
         for tensor in tensors if not self.alone else ():
-            self._wait_for(lambda tensor=tensor: dist.broadcast(tensor.detach(), src=0))
+            self.wait_for(lambda tensor=tensor: dist.broadcast(tensor.detach(), src=0))
 
     def spread(self, numbers: torch.Tensor) -> torch.Tensor:
         """Collect a tensor of every rank without reading it.
@@ -162,7 +162,7 @@ class Ranks:
         import torch.distributed as dist
 
         parts = [torch.empty_like(numbers) for _ in range(self.place.world)]
-        self._wait_for(lambda: dist.all_gather(parts, numbers.contiguous()))
+        self.wait_for(lambda: dist.all_gather(parts, numbers.contiguous()))
         return torch.stack(parts)
 
     def gather(self, value: T) -> list[T]:
@@ -179,7 +179,7 @@ class Ranks:
         import torch.distributed as dist
 
         values: list[Any] = [None] * self.place.world
-        self._wait_for(lambda: dist.all_gather_object(values, value))
+        self.wait_for(lambda: dist.all_gather_object(values, value))
         return values
 
     def most(self, numbers: Sequence[int]) -> list[int]:
@@ -196,7 +196,7 @@ class Ranks:
 
         largest = torch.tensor(numbers, dtype=torch.int64)
         if not self.alone:
-            self._wait_for(lambda: dist.all_reduce(largest, op=dist.ReduceOp.MAX))
+            self.wait_for(lambda: dist.all_reduce(largest, op=dist.ReduceOp.MAX))
         return largest.tolist()
 
     def on(self, rank: int, work: Callable[[], T]) -> T:
@@ -223,9 +223,9 @@ class Ranks:
                 box = [(True, work())]
             except Exception as error:  # noqa: BLE001 - whatever it is, the others must hear of it before it goes on
                 raised = error
-                box = [(False, _words(error))]
+                box = [(False, words_of(error))]
         try:
-            self._wait_for(lambda: dist.broadcast_object_list(box, src=rank))
+            self.wait_for(lambda: dist.broadcast_object_list(box, src=rank))
         finally:
             if raised is not None:
                 raise raised
@@ -281,7 +281,7 @@ class Ranks:
             value = work(True)
             self.store.set(key, "done")
             return value
-        while not self._wait_for(lambda: within(self.timeout, lambda: self.store.check([key]))):
+        while not self.wait_for(lambda: within(self.timeout, lambda: self.store.check([key]))):
             if self.store.check([FAILED]):
                 self._cut_off(RuntimeError("a rank failed"))
             time.sleep(0.1)
@@ -296,7 +296,7 @@ class Ranks:
         Raises:
             OtherRankError: on the ranks without an error.
         """
-        told = self.gather(_words(error) if error is not None else None)
+        told = self.gather(words_of(error) if error is not None else None)
         if error is not None:
             raise error
         failed = next(rank for rank, words in enumerate(told) if words is not None)
@@ -327,7 +327,7 @@ class Ranks:
 
         def leave_word() -> None:
             if not self.store.check([FAILED]):
-                self.store.set(FAILED, f"{self.place.rank} {_words(error)}")
+                self.store.set(FAILED, f"{self.place.rank} {words_of(error)}")
                 if self.is_main:
                     time.sleep(GRACE)  # without torchrun the store is in this process
 
@@ -345,7 +345,18 @@ class Ranks:
         self.gather(None)
         dist.destroy_process_group()
 
-    def _wait_for(self, collective: Callable[[], T]) -> T:
+    def wait_for(self, collective: Callable[[], T]) -> T:
+        """Run collectives, and say which rank is missing where the others no longer answer.
+
+        Args:
+            collective: runs them.
+
+        Returns:
+            What it returned.
+
+        Raises:
+            OtherRankError: a rank is gone or too late.
+        """
         try:
             return collective()
         except (RuntimeError, TimeoutError) as error:  # what torch's backends raise when a rank is gone or too late
@@ -392,8 +403,15 @@ def _first_line(error: BaseException) -> str:
     return (str(error).strip().splitlines() or ["no message"])[0]
 
 
-def _words(error: BaseException) -> str:
-    """Say what an exception is about, in one line."""
+def words_of(error: BaseException) -> str:
+    """Say what an exception is about, in one line.
+
+    Args:
+        error: any.
+
+    Returns:
+        Our own errors' message; of others the type as well.
+    """
     if isinstance(error, UserError | WorkError):
         return error.problems[0].message
     return f"{type(error).__name__}: {_first_line(error)}"

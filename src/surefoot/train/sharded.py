@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from surefoot.errors import UserError, WorkError
 from surefoot.files import explain_disk_errors
 from surefoot.train.checkpoint import PIECES, digest_of
-from surefoot.train.ranks import OtherRankError, _words
+from surefoot.train.ranks import OtherRankError, words_of
 
 if TYPE_CHECKING:
     import torch
@@ -102,7 +102,7 @@ class Party:
         except Exception as error:  # noqa: BLE001 - whatever it is, the others must hear of it before it goes on
             raised = error
         told: list[Any] = [None] * self.ranks.place.world
-        words = None if raised is None else _words(raised)
+        words = None if raised is None else words_of(raised)
         try:
             dist.all_gather_object(told, (value, words, isinstance(raised, OtherRankError)), group=self.group)
         except RuntimeError as error:  # what gloo raises when a rank is gone or too late
@@ -189,7 +189,7 @@ def _write(party: Party, state: dict[str, Any], place: Path) -> None:
             own = failures.get(party.ranks.place.rank)
             if own is None:
                 rank = min(failures)
-                raise OtherRankError(f"{party.ranks.names[rank]}: {_words(failures[rank])}") from error
+                raise OtherRankError(f"{party.ranks.names[rank]}: {words_of(failures[rank])}") from error
             if isinstance(own, RuntimeError) and shutil.disk_usage(place).free < _bytes_of(state):
                 raise OSError(28, "No space left on device") from error  # torch's writer has no word for it
             raise own from error

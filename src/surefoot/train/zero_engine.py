@@ -91,7 +91,7 @@ class ZeroRun:
         Returns:
             Squares of the norms of all trained tensors' mean gradients, with the loss scale, float64 [tensors].
         """
-        self.ranks._wait_for(self._held.close)
+        self.ranks.wait_for(self._held.close)
         device = self.run.runner.device
         places = {name: place for place, name in enumerate(self.parts.trained)}
         squares_N = torch.zeros(len(places), dtype=torch.float64, device=device)
@@ -124,7 +124,7 @@ class ZeroRun:
 
     def _step(self, loss_scale: float, *, applies: bool) -> None:
         self.engine.optimizer.override_loss_scale(loss_scale)
-        self.ranks._wait_for(self.engine.step)
+        self.ranks.wait_for(self.engine.step)
         self.hold()
         if self.engine.was_step_applied() != applies:
             done = "left out a step whose gradients are" if applies else "applied a step whose gradients are not"
@@ -194,7 +194,7 @@ class ZeroRun:
             if self.stage == 3:
                 model = self.run.model
                 everything = self.run.guard.memory.embeddings_mended
-                weights = self.ranks._wait_for(lambda: gather_weights(model, self.ranks, everything=everything))
+                weights = self.ranks.wait_for(lambda: gather_weights(model, self.ranks, everything=everything))
                 hook = model._register_state_dict_hook(lambda _, state, *rest: state.update(weights))
                 stack.callback(hook.remove)
             try:

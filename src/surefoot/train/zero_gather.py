@@ -32,7 +32,7 @@ def gather_states(own: list[dict[str, Any]], ranks: Ranks) -> list[list[dict[str
                 continue
             part = value.detach().cpu()
             parts = [torch.empty_like(part) for _ in range(world)] if ranks.is_main else None
-            ranks._wait_for(lambda part=part, parts=parts: dist.gather(part, parts, dst=0))
+            ranks.wait_for(lambda part=part, parts=parts: dist.gather(part, parts, dst=0))
             for rank, theirs in enumerate(parts or ()):
                 states[rank][flat][key] = theirs
     return states

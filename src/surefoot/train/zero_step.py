@@ -162,7 +162,7 @@ class ZeroRunner(StepRunner):
             return passes
 
         try:
-            passes = self.ranks._wait_for(work)
+            passes = self.ranks.wait_for(work)
         except torch.OutOfMemoryError as error:
             raise WorkError(
                 f"a pass of {self.tokens_per_pass} tokens does not fit into the device's memory",
