@@ -190,7 +190,7 @@ def test_where_the_whole_model_does_not_fit_a_bad_step_ends_the_run(settings, tm
         assert len(member.losses) == 4, "the log shows the step that ended the run"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("fault", [Fault("stopped", 1, 3), Fault("killed", 1, 3), Fault("killed", 0, 3)], ids=str)
 def test_a_rank_that_is_gone_in_a_pass_is_named(settings, tmp_path, fault):
     told = train(tmp_path / "crew", 2, settings | SHARD | {"ddp_timeout": 6}, fault)
@@ -200,7 +200,7 @@ def test_a_rank_that_is_gone_in_a_pass_is_named(settings, tmp_path, fault):
     assert left.seconds < 45
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_compiled_layers_gather_their_weights_too(settings, tmp_path, alone):
     told = train(tmp_path / "crew", 2, settings | SHARD | {"compile": True})
     assert_same_run(told, alone["lora"][0])

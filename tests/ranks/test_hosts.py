@@ -100,7 +100,7 @@ def two(lab):
     return job
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @needs_hosts
 def test_two_hosts_train_as_one_process_does_and_resume(lab, two):
     alone = job_in(lab, "alone").set(per_device_train_batch_size=4)
@@ -119,7 +119,7 @@ def test_two_hosts_train_as_one_process_does_and_resume(lab, two):
     assert all(again[name].equal(whole[name]) for name in whole)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @needs_hosts
 def test_a_rank_killed_on_the_second_host_comes_back_from_the_last_checkpoint(lab, two):
     job = job_in(lab, "killed")
@@ -137,7 +137,7 @@ def test_a_rank_killed_on_the_second_host_comes_back_from_the_last_checkpoint(la
     assert all(again[name].equal(whole[name]) for name in whole)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @needs_hosts
 def test_mistakes_of_two_hosts_end_with_their_cause(lab):
     job = job_in(lab, "mistakes").set(ddp_timeout=8)

@@ -80,7 +80,7 @@ def step_of(out: Path) -> int:
     return max((entry["current_steps"] for entry in log_entries(out)), default=0) if log.exists() else 0
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_killed_at_five_moments_the_job_comes_back_by_itself(lab):
     """One rank or the other, under torchrun: no hand is laid on it between the first start and the end."""
     env = environment(

@@ -136,7 +136,7 @@ def undisturbed(lab, env):
     return job.out
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_killed_rank_comes_back_from_the_last_checkpoint(lab, env, undisturbed):
     job = job_in(lab, "killed")
     process = start("train", job.yaml, env=env)

@@ -82,7 +82,7 @@ def test_a_wrong_sum_ends_all_and_names_the_rank_that_holds_it(tmp_path):
         assert "gives wrong sums on rank 1 (" in one["error"]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_rank_that_stands_still_is_named_in_time(tmp_path):
     began = time.monotonic()
     told = together(tmp_path, 2, "stands still")

@@ -98,7 +98,7 @@ def test_a_full_disk_on_the_writing_rank_ends_all(settings, tmp_path):
     assert [folder.name for folder in (tmp_path / "out").glob("checkpoint-*")] == ["checkpoint-2"]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(
     "fault", [Fault("stopped", 1, 3), Fault("stopped", 0, 3), Fault("killed", 1, 3), Fault("killed", 0, 3)], ids=str
 )

@@ -60,7 +60,7 @@ def alone(tiny, tmp_path_factory):
     ("stage", "world", "kind", "offload"),
     [
         (2, 2, "full", False), (2, 4, "lora", False), (1, 2, "full", False), (3, 2, "lora", False),
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in (
+        *(pytest.param(*case, marks=pytest.mark.long) for case in (
             (2, 2, "lora", False), (2, 4, "full", False), (1, 2, "lora", False), (3, 2, "full", False),
             (2, 2, "full", True), (3, 2, "full", True),
         )),
@@ -84,7 +84,7 @@ def test_each_stage_trains_as_one_process_does(settings, tmp_path, alone, stage,
     ("world", "fault", "changes"),
     [
         (2, Fault("gradient", 1, 3), {}), (2, Fault("weight", 1, 6), {}),
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in (
+        *(pytest.param(*case, marks=pytest.mark.long) for case in (
             (4, Fault("gradient", 1, 5), {}), (2, Fault("loss", 0, 4), {}), (2, Fault("memory", 1, 3), {}),
             (2, Fault("gradient", 1, 6), FULL), (2, Fault("weight", 0, 6), FULL), (2, Fault("frozen", 1, 6), {}),
         )),
@@ -110,7 +110,7 @@ def test_what_one_rank_suffers_is_mended_on_all(settings, tmp_path, alone, world
     assert [(event["class"], event["details"]["rank"]) for event in found] == [("TRANSIENT", fault.rank)]
 
 
-@pytest.mark.parametrize("offload", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("offload", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_a_sum_that_overflows_on_its_way_is_dropped_by_all(settings, tmp_path, alone, offload):
     """Every share is finite, but DeepSpeed was told to send gradients as float16."""
     narrow = llama_factorys(2, offload=offload) | {"communication_data_type": "fp16"}
@@ -136,7 +136,7 @@ def test_stage_3_ends_on_all_ranks_with_the_right_one_named(settings, tmp_path, 
     assert "rank" in told[0].events[-1] and told[0].events[-1]["event"] == "stopped"
 
 
-@pytest.mark.parametrize("stage", [2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("stage", [2, pytest.param(3, marks=pytest.mark.long)])
 def test_a_checkpoint_goes_on_with_as_many_ranks_with_more_and_without_deepspeed(settings, tmp_path, stage):
     settings |= {"save_strategy": "steps", "save_steps": 7, "max_steps": 12, "val_size": 0.1, "eval_strategy": "steps"}
     settings |= {"eval_steps": 7, "deepspeed": llama_factorys(stage)}
@@ -158,7 +158,7 @@ def test_a_checkpoint_goes_on_with_as_many_ranks_with_more_and_without_deepspeed
         assert_close(weights, final_weights(tmp_path / "out"))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("stage", [2, 3])
 @pytest.mark.parametrize("kind", ["killed", "stopped"])
 def test_a_rank_that_is_gone_or_stands_still_is_named(settings, tmp_path, stage, kind):
@@ -168,7 +168,7 @@ def test_a_rank_that_is_gone_or_stands_still_is_named(settings, tmp_path, stage,
     assert told[0].seconds < 45
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("stage", [2, 3])
 def test_tied_embeddings_are_saved_once(settings, tmp_path, stage):
     settings |= FULL | {"model_name_or_path": str(save_tiny_model(tmp_path / "tied", tie_word_embeddings=True))}

@@ -99,7 +99,7 @@ def test_a_contradiction_ends_with_2_and_one_message(job):
 
 
 @installed
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_job_runs_from_start_to_end(job):
     (job.out.parent.parent / "ds.json").write_text(json.dumps(llama_factorys(2)))
     env = environment(FORCE_TORCHRUN="1", NPROC_PER_NODE="2", GLOO_SOCKET_IFNAME="lo")
