@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import shutil
 
 import pytest
 from crew import Fault, train
@@ -156,6 +157,20 @@ def test_a_checkpoint_goes_on_with_as_many_ranks_with_more_and_without_deepspeed
             again = final_weights(tmp_path / "out")
             assert all(weights[name].equal(again[name]) for name in weights)
         assert_close(weights, final_weights(tmp_path / "out"))
+
+
+def test_a_run_that_goes_on_can_go_back_to_where_it_went_on(settings, tmp_path):
+    """The point to go back to was taken before DeepSpeed cut the optimizer's state, which is not empty there."""
+    settings |= {"save_strategy": "steps", "save_steps": 7, "max_steps": 12, "deepspeed": llama_factorys(2)}
+    straight = train(tmp_path / "straight", 2, settings)
+    shutil.rmtree(tmp_path / "out" / "checkpoint-12")
+    for file in (tmp_path / "out").glob("*.safetensors"):
+        file.unlink()
+    told = train(tmp_path / "resumed", 2, settings, Fault("weight", 1, 9))
+    for member in told:
+        assert (member.error, member.resumed_from) == ("", 7)
+        assert [event["class"] for event in member.events if event["event"] == "diagnosis"] == ["TRANSIENT"]
+        assert member.losses == straight[0].losses[7:]
 
 
 @pytest.mark.long

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -55,6 +55,17 @@ class RestorePoint:
         tensors = iter(self.memory.tensors())
         weights = {name: next(tensors) for name in self.names or ()}
         return weights, _with_tensors(self.optimizer, tensors)
+
+    def with_optimizer(self, optimizer: dict[str, Any]) -> RestorePoint:
+        """Return this point with another optimizer's state in it.
+
+        Args:
+            optimizer: its `state_dict`, of the same moment; its tensors are copied.
+        """
+        weights, _ = self.copies()
+        memory = HostCopy()
+        memory.take([*weights.values(), *_tensors_of(optimizer)])
+        return replace(self, optimizer=optimizer, memory=memory)
 
 
 class RestorePoints:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -160,8 +159,9 @@ class ZeroRun:
         """Return a restore point that was taken before DeepSpeed took over, with this rank's part of its optimizer."""
         if "flat" in point.optimizer:
             return point
-        states = self.parts.to_flat(point.optimizer, self.names, self.ranks.place.rank)
-        return replace(point, optimizer=self._flat_dict(states, point.optimizer["param_groups"]))
+        _, whole = point.copies()
+        states = self.parts.to_flat(whole, self.names, self.ranks.place.rank)
+        return point.with_optimizer(self._flat_dict(states, whole["param_groups"]))
 
     def _flat_dict(self, states: list[dict[str, Any]], groups: list[dict[str, Any]]) -> Whole:
         numbered = [
