@@ -61,6 +61,9 @@ class RestorePoint:
 
         Args:
             optimizer: its `state_dict`, of the same moment; its tensors are copied.
+
+        Returns:
+            The point; this one stays as it is.
         """
         weights, _ = self.copies()
         memory = HostCopy()

@@ -252,6 +252,11 @@ class StepRunner:
             norms_N = norms_N[torch.tensor(there, device=norms_N.device)]
         return loss, chance, flags.view_as(flags_FR), norms_N
 
+    @property
+    def width(self) -> int:
+        """Size of the model's hidden states."""
+        return int(self.forward.model.get_input_embeddings().weight.shape[1])
+
     def share_of(self, samples: Sequence[Sample], rank: int) -> list[Sample]:
         """Return a rank's share of a step's samples, dealt so that all ranks take about as long.
 
@@ -262,7 +267,7 @@ class StepRunner:
         Returns:
             Its samples, in the step's order.
         """
-        width = self.forward.model.get_input_embeddings().weight.shape[1]
+        width = self.width
         return deal(samples, [cost_of(sample, width) for sample in samples], self.ranks.place.world)[rank]
 
     def finish_gradients(self, check: DeviceCheck, max_norm: float | None) -> None:

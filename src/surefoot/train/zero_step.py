@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from surefoot.data.batch import count_trained, pack, split_into_passes
-from surefoot.data.deal import cost_of, deal
+from surefoot.data.batch import count_trained, pack
 from surefoot.data.messages import Sample
 from surefoot.errors import WorkError
 from surefoot.guard.check import DeviceCheck, NonFiniteStepError, check_gradients
 from surefoot.guard.consensus import FLAGS, first_to_blame, read_flags, write_flags
 from surefoot.guard.scene import Passes, Scene
 from surefoot.model.randomness import get_random_state
+from surefoot.train.shards import count_passes
 from surefoot.train.step import Attempt, StepRunner
 
 if TYPE_CHECKING:
@@ -99,18 +99,10 @@ class ZeroRunner(StepRunner):
             flags_FR=flags_FR,
         )  # fmt: skip
 
-    def share_of(self, samples: Sequence[Sample], rank: int) -> list[Sample]:
-        """Return a rank's share of a step's samples, as without DeepSpeed; stage 3 leaves no weight to ask its width.
-
-        Args:
-            samples: of the step.
-            rank: whose.
-
-        Returns:
-            Its samples, in the step's order.
-        """
-        costs = [cost_of(sample, self.zero.width) for sample in samples]
-        return deal(samples, costs, self.ranks.place.world)[rank]
+    @property
+    def width(self) -> int:
+        """Size of the model's hidden states; stage 3 leaves no weight to ask."""
+        return self.zero.width
 
     def finish_gradients(self, check: DeviceCheck, max_norm: float | None) -> None:
         """Remember what the gate will need: the engine scales and clips while it updates.
@@ -153,7 +145,8 @@ class ZeroRunner(StepRunner):
     # ---- stage 3: every rank fetches every weight for every pass, so that all must make as many passes ----
     def _run_alike(self, scene: Scene, samples: Sequence[Sample]) -> tuple[Scene, Passes]:
         """Run this rank's passes, and as many empty ones as bring it to the most of any rank."""
-        most = max(self._count_passes(self.share_of(samples, rank)) for rank in range(self.ranks.place.world))
+        shares = [self.share_of(samples, rank) for rank in range(self.ranks.place.world)]
+        most = max(count_passes(share, self.tokens_per_pass) for share in shares)
 
         def work() -> Passes:
             passes = scene.run_passes()
@@ -171,9 +164,6 @@ class ZeroRunner(StepRunner):
         if scene.samples and passes.losses:
             self._remember(scene.samples)
         return scene, passes
-
-    def _count_passes(self, share: Sequence[Sample]) -> int:
-        return sum(count_trained(group) > 0 for group in split_into_passes(share, self.tokens_per_pass))
 
     def _run_empty(self, like: Sample) -> None:
         """Fetch and reduce along with the others, over two tokens whose loss counts nothing."""
