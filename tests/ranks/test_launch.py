@@ -6,6 +6,7 @@ import os
 import random
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -153,3 +154,35 @@ def test_a_killed_rank_comes_back_from_the_last_checkpoint(lab, env, undisturbed
     assert "checkpoint-" in said
     one, other = (load_file(out / "adapter_model.safetensors") for out in (undisturbed, job.out))
     assert all(one[name].equal(other[name]) for name in one)
+
+
+# Stands for a library that holds the group: what is alive when Python takes itself apart says so.
+HELD = """
+import atexit
+class Held:
+    def __del__(self):
+        print("taken apart", flush=True)
+held = Held()
+atexit.register(print, "exit functions ran")
+"""
+
+
+def test_a_process_of_several_ends_without_taking_python_apart(tmp_path):
+    """A gloo group that is alive then aborts the process now and then, after a run that went well."""
+    (tmp_path / "sitecustomize.py").write_text(HELD)
+    told = {}
+    for command in ("version", "train"):
+        for world in ("1", "2"):
+            env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path]), "WORLD_SIZE": world}
+            said = subprocess.run(
+                [sys.executable, "-c", f"import torch.distributed, sys; sys.argv[1:] = [{command!r}]; "
+                 "from surefoot.cli.main import main; sys.exit(main())"],
+                env=env, capture_output=True, text=True, timeout=120, check=False,
+            )  # fmt: skip
+            told[command, world] = (said.returncode, "exit functions ran" in said.stdout, "taken apart" in said.stdout)
+    assert told == {
+        ("version", "1"): (0, True, True),
+        ("version", "2"): (0, True, False),
+        ("train", "1"): (2, True, True),
+        ("train", "2"): (2, True, False),
+    }
